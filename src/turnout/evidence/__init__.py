@@ -1,0 +1,1 @@
+"""Level 2: the ledger of what was executed."""

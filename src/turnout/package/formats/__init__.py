@@ -1,0 +1,1 @@
+"""One reader per format; each module has ``detect(scan) -> list[Artifact]``."""

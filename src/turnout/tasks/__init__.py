@@ -1,0 +1,1 @@
+"""Level 1: what requests and results mean, and how they become model inputs and outputs."""

@@ -1,0 +1,112 @@
+"""Words shared by every level: task ids, modalities, devices, sampling parameters. No logic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Task(StrEnum):
+    """Meaning of a request and its result; ids follow the Hugging Face pipeline names."""
+
+    TEXT_GENERATION = "text-generation"
+    CHAT = "chat"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    TEXT_CLASSIFICATION = "text-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
+    FILL_MASK = "fill-mask"
+    QUESTION_ANSWERING = "question-answering"
+    TEXT2TEXT = "text2text-generation"
+    TRANSLATION = "translation"
+    SUMMARIZATION = "summarization"
+    ZERO_SHOT_CLASSIFICATION = "zero-shot-classification"
+    IMAGE_TEXT_TO_TEXT = "image-text-to-text"
+    IMAGE_CLASSIFICATION = "image-classification"
+    ZERO_SHOT_IMAGE_CLASSIFICATION = "zero-shot-image-classification"
+    OBJECT_DETECTION = "object-detection"
+    IMAGE_SEGMENTATION = "image-segmentation"
+    DEPTH_ESTIMATION = "depth-estimation"
+    IMAGE_FEATURES = "image-feature-extraction"
+    ASR = "automatic-speech-recognition"
+    TTS = "text-to-speech"
+    AUDIO_CLASSIFICATION = "audio-classification"
+    VAD = "voice-activity-detection"
+    TEXT_TO_IMAGE = "text-to-image"
+    IMAGE_TO_IMAGE = "image-to-image"
+    TABULAR_CLASSIFICATION = "tabular-classification"
+    TABULAR_REGRESSION = "tabular-regression"
+    TIME_SERIES = "time-series-forecasting"
+    DECISION = "decision"
+    TENSOR = "tensor"
+
+
+class Modality(StrEnum):
+    """Kind of a port's value."""
+
+    TEXT = "text"
+    MESSAGES = "messages"
+    TOKENS = "tokens"
+    IMAGE = "image"
+    AUDIO = "audio"
+    TABLE = "table"
+    SERIES = "series"
+    TENSOR = "tensor"
+    VECTOR = "vector"
+    LABELS = "labels"
+    SPANS = "spans"
+    SEGMENTS = "segments"
+    BOXES = "boxes"
+    MASKS = "masks"
+    SCORES = "scores"
+    ACTION = "action"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. ``temperature`` 0 is greedy."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What truly ran: the identity a result carries."""
+
+    artifact: str
+    digest: str
+    backend: str
+    version: str
+    device: str
+    dtype: str
+    recipe: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a task: ``inputs`` by port name, ``sampling`` for generative tasks.
+
+    Tables are ``{"columns": [...], "rows": [[...], ...]}``; images and audio are paths or numpy
+    arrays; tensors are numpy arrays by input name.
+    """
+
+    task: str
+    inputs: dict[str, Any]
+    sampling: Sampling = Sampling()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Output of one request, with what was executed and timings in seconds."""
+
+    task: str
+    output: Any
+    executed: Executed
+    timings: dict[str, float]

@@ -1,0 +1,1 @@
+"""Level 4: one process per loaded model; the crash boundary."""

@@ -1,0 +1,234 @@
+"""The worker process: a loop over one socket. ``python -m turnout.worker.main FD``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from turnout.backends import registry
+from turnout.backends.base import (
+    BackendBuild,
+    Case,
+    Evidence,
+    EvidenceLevel,
+    Kind,
+    LoadPlan,
+    Outcome,
+    Reason,
+    Requirement,
+    Session,
+    State,
+)
+from turnout.backends.requirements import common
+from turnout.backends.resolve import Assessment
+from turnout.errors import LoadError, NotFoundError, TurnoutError
+from turnout.package.facts import Package
+from turnout.package.inspect import inspect
+from turnout.types import Request
+from turnout.worker import wire
+
+ORPHAN_CHECK_S = 1.0
+
+
+class Host:
+    """Operations of a worker; holds at most one session."""
+
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        self._emit = emit
+        self._session: Session | None = None
+        self._backend = ""
+        self._package: tuple[str, Package] | None = None
+
+    def _case(self, source: str, artifact: str, task: str, device: str, options: dict[str, Any],
+              fingerprint: str = "") -> Case:
+        if self._package is None or self._package[0] != source or self._package[1].fingerprint != fingerprint:
+            self._package = (source, inspect(source))
+        package = self._package[1]
+        if fingerprint and package.fingerprint != fingerprint:
+            raise LoadError(f"the package at `{source}` changed since it was inspected", code="artifact.corrupt",
+                            hints=["run the command again"])
+        found = package.artifact(artifact)
+        if found is None:
+            raise NotFoundError(f"no artifact `{artifact}` in `{source}`")
+        return Case(package.root, found, task, device, options)
+
+    def describe(self, backend: str) -> BackendBuild:
+        """Build of a backend with the devices its library sees."""
+        chosen = registry.get(backend)
+        build = chosen.describe()
+        if build.available:
+            build.devices = chosen.devices()
+        return build
+
+    def assess(self, backend: str, case: dict[str, Any]) -> Assessment:
+        """Requirements of a case, then the runtime's tables, then a dry load when nothing is against it."""
+        chosen, this = registry.get(backend), self._case(**case)
+        build = chosen.describe()
+        if not build.available:
+            return Assessment(common(chosen, this, build))
+        assessment = Assessment(common(chosen, this, build, chosen.devices()))
+        if this.artifact.kind not in chosen.reads:
+            return assessment
+        assessment.requirements += _guard(lambda: chosen.requirements(this))
+        if _refused_for_good(assessment.requirements):
+            return assessment
+        assessment.evidence += chosen.inquire(this)
+        if any(r.state in (State.UNMET, State.UNKNOWN) for r in assessment.requirements):
+            return assessment
+        assessment.evidence.append(_timed(lambda: chosen.dry_load(chosen.plan(this))))
+        assessment.notes = [e.log for e in assessment.evidence if e.log and e.outcome is Outcome.PASS]
+        return assessment
+
+    def load(self, backend: str, case: dict[str, Any]) -> dict[str, Any]:
+        """Loads a case as a transaction and keeps the session; a failed load leaves nothing behind."""
+        self.unload()
+        chosen, this = registry.get(backend), self._case(**case)
+        started = time.perf_counter()
+        plan: LoadPlan = chosen.plan(this)
+        session: Session | None = None
+        try:
+            session = chosen.load(plan)
+            unresolved = session.binding.unresolved
+            if unresolved:
+                raise LoadError(f"{len(unresolved)} required tensors are in no file, first `{unresolved[0]}`",
+                                code="tensor.missing")
+        except BaseException:
+            if session is not None:
+                session.close()
+            gc.collect()
+            raise
+        self._session, self._backend = session, backend
+        return {"binding": session.binding, "dtype": session.dtype, "recipe": plan.recipe,
+                "implementation": plan.implementation, "load_s": time.perf_counter() - started}
+
+    def probe(self) -> Evidence:
+        """Runs the backend's probe on the loaded session."""
+        session = self._loaded()
+        return _timed(lambda: registry.get(self._backend).probe(session))
+
+    def run(self, request: dict[str, Any], stream: bool = False) -> dict[str, Any]:
+        """Output of one request on the loaded session."""
+        session = self._loaded()
+        typed: Request = wire.rebuild(request, Request)
+        started = time.perf_counter()
+        first: list[float] = []
+
+        def emit(piece: str) -> None:
+            if not first:
+                first.append(time.perf_counter() - started)
+            if stream:
+                self._emit(piece)
+
+        output = session.run(typed, emit)
+        timings = {"run_s": time.perf_counter() - started}
+        if first:
+            timings["first_token_s"] = first[0]
+        return {"output": output, "timings": timings}
+
+    def unload(self) -> None:
+        """Closes the session if there is one."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+            gc.collect()
+
+    def _loaded(self) -> Session:
+        if self._session is None:
+            raise LoadError("nothing is loaded")
+        return self._session
+
+
+def _guard(ask: Callable[[], list[Requirement]]) -> list[Requirement]:
+    """A backend that cannot finish its own questions leaves the case unknown, not supported."""
+    try:
+        return ask()
+    except TurnoutError as error:
+        reason = Reason(error.code, error.message)
+        return [Requirement(error.code, Kind.ARCHITECTURE, State.UNMET, reason=reason)]
+    except Exception as error:  # the library's own exceptions have no common base
+        reason = Reason("runtime.failed", f"the backend could not be asked: {_line(error)}")
+        return [Requirement("runtime.failed", Kind.ARCHITECTURE, State.UNKNOWN, reason=reason)]
+
+
+def _refused_for_good(requirements: list[Requirement]) -> bool:
+    return any(r.state is State.UNMET and not r.remedies for r in requirements)
+
+
+def _timed(rung: Callable[[], Evidence]) -> Evidence:
+    started = time.perf_counter()
+    try:
+        evidence = rung()
+    except TurnoutError as error:
+        evidence = Evidence(EvidenceLevel.DRY_LOADED, Outcome.FAIL, [Reason(error.code, error.message)])
+    except Exception as error:  # the library's own exceptions have no common base
+        evidence = Evidence(EvidenceLevel.DRY_LOADED, Outcome.FAIL, [Reason("runtime.failed", _line(error))])
+    evidence.duration = time.perf_counter() - started
+    evidence.at = time.time()
+    return evidence
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
+def _report(error: Exception) -> dict[str, Any]:
+    if isinstance(error, TurnoutError):
+        return {"class": type(error).__name__, "message": error.message, "code": error.code, "hints": list(error.hints)}
+    if isinstance(error, MemoryError):
+        return {"class": "WorkerError", "message": "out of memory", "code": "memory.insufficient", "hints": []}
+    import traceback
+
+    traceback.print_exc()  # to the worker's own log, shown only when asked for
+    return {"class": "LoadError", "message": _line(error), "code": "runtime.failed", "hints": []}
+
+
+def serve(sock: socket.socket) -> None:
+    """Answers calls until the parent closes its end."""
+    host = Host(lambda piece: wire.send(sock, {"event": piece}))
+    while True:
+        try:
+            message = wire.receive(sock)
+        except EOFError:
+            host.unload()
+            return
+        try:
+            result = getattr(host, message["op"])(**message["arguments"])
+            answer = {"result": result}
+        except Exception as error:  # every call is answered
+            answer = {"error": _report(error)}
+        wire.send(sock, answer)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends a computing worker whose parent died. (prctl's parent-death signal would fire as soon as
+    the thread that started the worker ended.)"""
+    while os.getppid() == parent:
+        time.sleep(ORPHAN_CHECK_S)
+    os._exit(1)
+
+
+def main() -> None:
+    """Entry of the worker process."""
+    threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        serve(sock)
+    except (BrokenPipeError, ConnectionError):
+        pass
+    # Native libraries' exit handlers crash at times; everything of ours is closed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
