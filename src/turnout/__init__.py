@@ -1,12 +1,12 @@
 """Turnout: point it at a model package; it says what will run it and why, proves it, and runs it.
 
-    import turnout
+import turnout
 
-    package = turnout.inspect("smollm2")
-    report = turnout.check("smollm2", task="chat")
-    with turnout.load("smollm2", task="chat") as session:
-        result = session.run({"messages": [{"role": "user", "content": "Hello"}]})
-        print(result.output.text, result.executed.backend)
+package = turnout.inspect("smollm2")
+report = turnout.check("smollm2", task="chat")
+with turnout.load("smollm2", task="chat") as session:
+    result = session.run({"messages": [{"role": "user", "content": "Hello"}]})
+    print(result.output.text, result.executed.backend)
 """
 
 from __future__ import annotations
@@ -58,12 +58,24 @@ if TYPE_CHECKING:
 
 # Names are imported on first use: `import turnout` and `turnout --help` must cost next to nothing.
 _HOMES = {
-    "backends_status": "turnout.api", "inspect": "turnout.api", "Verdict": "turnout.backends.base",
-    "InputError": "turnout.errors", "LoadError": "turnout.errors", "NotFoundError": "turnout.errors",
-    "NotSupportedError": "turnout.errors", "TurnoutError": "turnout.errors", "UsageError": "turnout.errors",
-    "WorkerError": "turnout.errors", "Package": "turnout.package.facts", "Request": "turnout.types",
-    "Result": "turnout.types", "Sampling": "turnout.types", "Report": "turnout.worker.judge",
-    "check": "turnout.worker.judge", "Session": "turnout.worker.session", "load": "turnout.worker.session",
+    "backends_status": "turnout.api",
+    "inspect": "turnout.api",
+    "Verdict": "turnout.backends.base",
+    "InputError": "turnout.errors",
+    "LoadError": "turnout.errors",
+    "NotFoundError": "turnout.errors",
+    "NotSupportedError": "turnout.errors",
+    "TurnoutError": "turnout.errors",
+    "UsageError": "turnout.errors",
+    "WorkerError": "turnout.errors",
+    "Package": "turnout.package.facts",
+    "Request": "turnout.types",
+    "Result": "turnout.types",
+    "Sampling": "turnout.types",
+    "Report": "turnout.worker.judge",
+    "check": "turnout.worker.judge",
+    "Session": "turnout.worker.session",
+    "load": "turnout.worker.session",
     "result_json": "turnout.worker.session",
 }
 

@@ -65,6 +65,7 @@ def cache_dir() -> Path:
 
     return user_cache_path("turnout", appauthor=False)
 
+
 # Options of a case, by name: what each decides. They are part of a case's identity.
 OPTIONS = {
     "allow_dequantize": "expand quantized weights to floats where the backend cannot keep them",

@@ -14,9 +14,16 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 CACHING = frozenset({Task.TEXT_GENERATION, Task.CHAT, Task.IMAGE_TEXT_TO_TEXT})
 # Measured resident memory of an empty worker with the library imported, in bytes, rounded up.
 RUNTIME_BYTES = {
-    "transformers": 600 << 20, "sentence-transformers": 650 << 20, "diffusers": 650 << 20, "openvino": 150 << 20,
-    "openvino-genai": 200 << 20, "onnxruntime": 120 << 20, "onnxruntime-genai": 150 << 20, "llamacpp": 120 << 20,
-    "ctranslate2": 120 << 20, "tabular": 300 << 20,
+    "transformers": 600 << 20,
+    "sentence-transformers": 650 << 20,
+    "diffusers": 650 << 20,
+    "openvino": 150 << 20,
+    "openvino-genai": 200 << 20,
+    "onnxruntime": 120 << 20,
+    "onnxruntime-genai": 150 << 20,
+    "llamacpp": 120 << 20,
+    "ctranslate2": 120 << 20,
+    "tabular": 300 << 20,
 }
 
 
@@ -49,8 +56,10 @@ def kv_bytes_per_token(architecture: Architecture, element_bytes: int = 2) -> in
 def admit(estimates: Estimates, free_bytes: int) -> tuple[Admission, str]:
     """Whether ``estimates.peak`` fits what is free, and a line with the numbers."""
     allowed = int(free_bytes * WORKER.memory_share)
-    detail = (f"weights {_mib(estimates.weights)}, cache {_mib(estimates.kv_per_token * estimates.context)} "
-              f"({estimates.context} tokens), peak {_mib(estimates.peak)}, free {_mib(free_bytes)}")
+    detail = (
+        f"weights {_mib(estimates.weights)}, cache {_mib(estimates.kv_per_token * estimates.context)} "
+        f"({estimates.context} tokens), peak {_mib(estimates.peak)}, free {_mib(free_bytes)}"
+    )
     if estimates.peak > allowed:
         return Admission.INSUFFICIENT_MEMORY, detail
     return Admission.ADMITTED, detail

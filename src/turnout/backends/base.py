@@ -354,15 +354,24 @@ def met(id: str, kind: Kind, subject: str = "", observed: str = "") -> Requireme
     return Requirement(id, kind, State.MET, subject, observed=observed)
 
 
-def unmet(kind: Kind, code: str, message: str, *, observed: str = "", expected: str = "", where: str = "",
-          remedies: list[Remedy] | None = None) -> Requirement:
+def unmet(
+    kind: Kind,
+    code: str,
+    message: str,
+    *,
+    observed: str = "",
+    expected: str = "",
+    where: str = "",
+    remedies: list[Remedy] | None = None,
+) -> Requirement:
     """A requirement that does not hold; its id is the reason's code."""
     reason = Reason(code, message, observed, expected, where)
     return Requirement(code, kind, State.UNMET, where, expected, observed, reason, remedies or [])
 
 
-def unknown(kind: Kind, code: str, message: str, *, observed: str = "", expected: str = "",
-            where: str = "") -> Requirement:
+def unknown(
+    kind: Kind, code: str, message: str, *, observed: str = "", expected: str = "", where: str = ""
+) -> Requirement:
     """A requirement nobody could answer; ``message`` says what would settle it."""
     reason = Reason(code, message, observed, expected, where)
     return Requirement(code, kind, State.UNKNOWN, where, expected, observed, reason)
@@ -373,7 +382,16 @@ def passed(level: EvidenceLevel, **more: Any) -> Evidence:
     return Evidence(level, Outcome.PASS, **more)
 
 
-def failed(level: EvidenceLevel, code: str, message: str, *, observed: str = "", expected: str = "",
-           where: str = "", remedies: list[Remedy] | None = None, **more: Any) -> Evidence:
+def failed(
+    level: EvidenceLevel,
+    code: str,
+    message: str,
+    *,
+    observed: str = "",
+    expected: str = "",
+    where: str = "",
+    remedies: list[Remedy] | None = None,
+    **more: Any,
+) -> Evidence:
     """Evidence that a rung did not hold, with its reason."""
     return Evidence(level, Outcome.FAIL, [Reason(code, message, observed, expected, where)], remedies or [], **more)

@@ -24,8 +24,9 @@ from turnout.types import Task
 
 REFUSING = (Severity.ERROR, Severity.FATAL)
 TEMPLATE_TASKS = frozenset({Task.CHAT, Task.IMAGE_TEXT_TO_TEXT})
-GENERATING = frozenset({Task.TEXT_GENERATION, Task.CHAT, Task.TEXT2TEXT, Task.TRANSLATION, Task.SUMMARIZATION,
-                        Task.IMAGE_TEXT_TO_TEXT})
+GENERATING = frozenset(
+    {Task.TEXT_GENERATION, Task.CHAT, Task.TEXT2TEXT, Task.TRANSLATION, Task.SUMMARIZATION, Task.IMAGE_TEXT_TO_TEXT}
+)
 HEAD_TASKS = frozenset({Task.RERANK, Task.TEXT_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING})
 # First or last-but-one name parts of head tensors in Transformers' classification classes.
 HEAD_NAMES = ("classifier", "score", "qa_outputs", "classification_head", "logits_proj", "cls_head", "pre_classifier")
@@ -33,16 +34,34 @@ HEAD_NAMES = ("classifier", "score", "qa_outputs", "classification_head", "logit
 TENSOR_BOUNDARIES = frozenset({"artifact", "operator", "code", "tensor", "quantization", "index", "dependency"})
 
 _FINDING_KINDS = {
-    "artifact": Kind.INTEGRITY, "index": Kind.INTEGRITY, "config": Kind.CONFIG, "architecture": Kind.ARCHITECTURE,
-    "tensor": Kind.TENSOR, "quantization": Kind.QUANTIZATION, "operator": Kind.OPERATOR, "graph": Kind.SHAPE,
-    "component": Kind.COMPONENT, "tokenizer": Kind.COMPONENT, "template": Kind.COMPONENT, "recipe": Kind.RECIPE,
-    "head": Kind.TASK_HEAD, "task": Kind.TASK_HEAD, "adapter": Kind.ARTIFACT, "code": Kind.TRUST,
-    "dependency": Kind.DEPENDENCY, "device": Kind.DEVICE, "memory": Kind.MEMORY, "option": Kind.OPTION,
-    "licence": Kind.LICENCE, "runtime": Kind.ARCHITECTURE,
+    "artifact": Kind.INTEGRITY,
+    "index": Kind.INTEGRITY,
+    "config": Kind.CONFIG,
+    "architecture": Kind.ARCHITECTURE,
+    "tensor": Kind.TENSOR,
+    "quantization": Kind.QUANTIZATION,
+    "operator": Kind.OPERATOR,
+    "graph": Kind.SHAPE,
+    "component": Kind.COMPONENT,
+    "tokenizer": Kind.COMPONENT,
+    "template": Kind.COMPONENT,
+    "recipe": Kind.RECIPE,
+    "head": Kind.TASK_HEAD,
+    "task": Kind.TASK_HEAD,
+    "adapter": Kind.ARTIFACT,
+    "code": Kind.TRUST,
+    "dependency": Kind.DEPENDENCY,
+    "device": Kind.DEVICE,
+    "memory": Kind.MEMORY,
+    "option": Kind.OPTION,
+    "licence": Kind.LICENCE,
+    "runtime": Kind.ARCHITECTURE,
 }
 
 
-def common(backend: Backend, case: Case, build: BackendBuild, devices: Iterable[str] | None = None) -> list[Requirement]:
+def common(
+    backend: Backend, case: Case, build: BackendBuild, devices: Iterable[str] | None = None
+) -> list[Requirement]:
     """All backend-independent requirements of a case. ``devices`` None: not asked, so not judged."""
     found: list[Requirement] = []
     found += _kind(backend, case)
@@ -66,10 +85,17 @@ def _kind(backend: Backend, case: Case) -> list[Requirement]:
     if readable(backend, case.artifact):
         return [met("artifact.kind", Kind.ARTIFACT, case.artifact.id, case.artifact.kind)]
     formats = ", ".join(sorted(backend.reads))
-    return [unmet(Kind.ARTIFACT, "artifact.missing",
-                  f"{backend.name} reads {formats}; this artifact is {case.artifact.kind}",
-                  observed=case.artifact.kind, expected=formats, where=case.artifact.entry,
-                  remedies=conversions(case, backend.name))]
+    return [
+        unmet(
+            Kind.ARTIFACT,
+            "artifact.missing",
+            f"{backend.name} reads {formats}; this artifact is {case.artifact.kind}",
+            observed=case.artifact.kind,
+            expected=formats,
+            where=case.artifact.entry,
+            remedies=conversions(case, backend.name),
+        )
+    ]
 
 
 def conversions(case: Case, backend: str) -> list[Remedy]:
@@ -78,16 +104,33 @@ def conversions(case: Case, backend: str) -> list[Remedy]:
         return []
     # https://huggingface.co/docs/transformers (exporters), llama.cpp's convert_hf_to_gguf.py
     ways = {
-        "llamacpp": ("convert to GGUF with llama.cpp's `convert_hf_to_gguf.py`",
-                     ["python", "convert_hf_to_gguf.py", case.root, "--outfile", "model.gguf"]),
+        "llamacpp": (
+            "convert to GGUF with llama.cpp's `convert_hf_to_gguf.py`",
+            ["python", "convert_hf_to_gguf.py", case.root, "--outfile", "model.gguf"],
+        ),
         "onnxruntime": ("export to ONNX with `transformers.exporters`", None),
         "openvino": ("convert to OpenVINO IR with `openvino.convert_model`", None),
         "openvino-genai": ("convert to OpenVINO IR with a tokenizer IR beside it", None),
-        "onnxruntime-genai": ("build with `onnxruntime_genai.models.builder`",
-                              ["python", "-m", "onnxruntime_genai.models.builder", "-i", case.root, "-o", "out",
-                               "-p", "fp32", "-e", "cpu"]),
-        "ctranslate2": ("convert with `ct2-transformers-converter`",
-                        ["ct2-transformers-converter", "--model", case.root, "--output_dir", "out"]),
+        "onnxruntime-genai": (
+            "build with `onnxruntime_genai.models.builder`",
+            [
+                "python",
+                "-m",
+                "onnxruntime_genai.models.builder",
+                "-i",
+                case.root,
+                "-o",
+                "out",
+                "-p",
+                "fp32",
+                "-e",
+                "cpu",
+            ],
+        ),
+        "ctranslate2": (
+            "convert with `ct2-transformers-converter`",
+            ["ct2-transformers-converter", "--model", case.root, "--output_dir", "out"],
+        ),
     }
     if backend not in ways:
         return []
@@ -101,9 +144,16 @@ def _dependency(build: BackendBuild) -> list[Requirement]:
     if build.available:
         return [met("dependency.installed", Kind.DEPENDENCY, build.name, build.version)]
     target = f"turnout[{build.extra}]" if build.extra else " ".join(build.missing)
-    return [unmet(Kind.DEPENDENCY, "dependency.missing", f"{build.name} is not installed: {build.unavailable}",
-                  observed="not installed", expected=", ".join(build.missing) or build.name,
-                  remedies=[Remedy(Action.INSTALL, f"install {target}", ["pip", "install", target])])]
+    return [
+        unmet(
+            Kind.DEPENDENCY,
+            "dependency.missing",
+            f"{build.name} is not installed: {build.unavailable}",
+            observed="not installed",
+            expected=", ".join(build.missing) or build.name,
+            remedies=[Remedy(Action.INSTALL, f"install {target}", ["pip", "install", target])],
+        )
+    ]
 
 
 def _device(case: Case, build: BackendBuild, devices: list[str]) -> list[Requirement]:
@@ -111,8 +161,16 @@ def _device(case: Case, build: BackendBuild, devices: list[str]) -> list[Require
     if case.device in devices or (":" not in case.device and wanted in {d.split(":")[0] for d in devices}):
         return [met("device.available", Kind.DEVICE, case.device)]
     remedies = [Remedy(Action.CHOOSE_DEVICE, f"run on `{d}`", changes_numerics=True) for d in devices]
-    return [unmet(Kind.DEVICE, "device.unavailable", f"{build.name} sees no device `{case.device}` here",
-                  observed=", ".join(devices), expected=case.device, remedies=remedies)]
+    return [
+        unmet(
+            Kind.DEVICE,
+            "device.unavailable",
+            f"{build.name} sees no device `{case.device}` here",
+            observed=", ".join(devices),
+            expected=case.device,
+            remedies=remedies,
+        )
+    ]
 
 
 def _findings(case: Case) -> list[Requirement]:
@@ -144,21 +202,34 @@ def matters(finding: Finding, task: str, options: dict[str, Any]) -> bool:
 
 def _of_finding(finding: Finding) -> Requirement:
     boundary = finding.code.split(".", 1)[0]
-    return unmet(_FINDING_KINDS.get(boundary, Kind.ARTIFACT), finding.code, finding.message, observed=finding.observed,
-                 expected=finding.expected, where=finding.path, remedies=_finding_remedies(finding))
+    return unmet(
+        _FINDING_KINDS.get(boundary, Kind.ARTIFACT),
+        finding.code,
+        finding.message,
+        observed=finding.observed,
+        expected=finding.expected,
+        where=finding.path,
+        remedies=_finding_remedies(finding),
+    )
 
 
 def _finding_remedies(finding: Finding) -> list[Remedy]:
     if finding.code in ("artifact.truncated", "artifact.lfs_pointer", "artifact.corrupt"):
         return [Remedy(Action.REDOWNLOAD, f"download `{finding.path or 'the package'}` again")]
-    if finding.code in ("artifact.shard_missing", "artifact.missing", "component.missing", "tokenizer.missing",
-                        "tensor.missing"):
+    if finding.code in (
+        "artifact.shard_missing",
+        "artifact.missing",
+        "component.missing",
+        "tokenizer.missing",
+        "tensor.missing",
+    ):
         return [Remedy(Action.ADD_FILE, f"add `{finding.path or finding.expected}`")]
     if finding.code == "adapter.base_missing":
         return [Remedy(Action.SET_OPTION, "name the base model with `--option base=PATH`")]
     if finding.code == "code.pickle_unsafe":
-        return [Remedy(Action.CONVERT, "convert to safetensors in a sandbox, from a source you trust",
-                       changes_trust=True)]
+        return [
+            Remedy(Action.CONVERT, "convert to safetensors in a sandbox, from a source you trust", changes_trust=True)
+        ]
     if finding.code == "artifact.path_escape":
         return [Remedy(Action.ADD_FILE, "copy the file into the package and refer to it there")]
     return []
@@ -167,22 +238,52 @@ def _finding_remedies(finding: Finding) -> list[Remedy]:
 def _task(backend: Backend, case: Case) -> list[Requirement]:
     artifact, task = case.artifact, case.task
     if task not in CONTRACTS:
-        return [unmet(Kind.TASK_HEAD, "task.not_offered", f"`{task}` is not a known task", observed=task,
-                      expected=", ".join(sorted(CONTRACTS)))]
+        return [
+            unmet(
+                Kind.TASK_HEAD,
+                "task.not_offered",
+                f"`{task}` is not a known task",
+                observed=task,
+                expected=", ".join(sorted(CONTRACTS)),
+            )
+        ]
     found: list[Requirement] = []
     offered = artifact.task_ids()
     if _head_missing(case):
-        found.append(unmet(Kind.TASK_HEAD, "head.missing", f"no trained head for `{task}` is stored in this artifact",
-                           observed="no classifier or score tensors", expected="classifier.* or score.* tensors",
-                           where=artifact.entry, remedies=_other_tasks(offered)))
+        found.append(
+            unmet(
+                Kind.TASK_HEAD,
+                "head.missing",
+                f"no trained head for `{task}` is stored in this artifact",
+                observed="no classifier or score tensors",
+                expected="classifier.* or score.* tensors",
+                where=artifact.entry,
+                remedies=_other_tasks(offered),
+            )
+        )
     elif task not in offered and not _implied(artifact, task):
-        found.append(unmet(Kind.TASK_HEAD, "task.not_offered", f"this artifact does not offer `{task}`",
-                           observed=", ".join(offered) or "no task known", expected=task, where=artifact.entry,
-                           remedies=_other_tasks(offered)))
+        found.append(
+            unmet(
+                Kind.TASK_HEAD,
+                "task.not_offered",
+                f"this artifact does not offer `{task}`",
+                observed=", ".join(offered) or "no task known",
+                expected=task,
+                where=artifact.entry,
+                remedies=_other_tasks(offered),
+            )
+        )
     if task not in backend.tasks and readable(backend, artifact):
-        found.append(unmet(Kind.TASK_HEAD, "task.not_offered", f"{backend.name} does not serve `{task}` here",
-                           observed=", ".join(sorted(backend.tasks)), expected=task,
-                           remedies=_other_tasks([t for t in offered if t in backend.tasks])))
+        found.append(
+            unmet(
+                Kind.TASK_HEAD,
+                "task.not_offered",
+                f"{backend.name} does not serve `{task}` here",
+                observed=", ".join(sorted(backend.tasks)),
+                expected=task,
+                remedies=_other_tasks([t for t in offered if t in backend.tasks]),
+            )
+        )
     return found or [met("task.offered", Kind.TASK_HEAD, task)]
 
 
@@ -217,25 +318,55 @@ def _parts(case: Case) -> list[Requirement]:
     roles = contract.roles if contract else ()
     found: list[Requirement] = []
     if task in TEMPLATE_TASKS and "chat_template" not in options and not artifact.templates:
-        found.append(unmet(Kind.COMPONENT, "template.missing", "the package has no chat template",
-                           observed="none", expected="a chat template",
-                           remedies=[_set("chat_template", "FILE.jinja", "supply a chat template", numerics=True),
-                                     Remedy(Action.CHOOSE_TASK, "ask for `text-generation`")]))
+        found.append(
+            unmet(
+                Kind.COMPONENT,
+                "template.missing",
+                "the package has no chat template",
+                observed="none",
+                expected="a chat template",
+                remedies=[
+                    _set("chat_template", "FILE.jinja", "supply a chat template", numerics=True),
+                    Remedy(Action.CHOOSE_TASK, "ask for `text-generation`"),
+                ],
+            )
+        )
     if "tokenizer" in roles and artifact.tokenizer is None and "tokenizer" not in options:
-        found.append(unmet(Kind.COMPONENT, "tokenizer.missing", "the package has no tokenizer", observed="none",
-                           expected="tokenizer.json or another known tokenizer",
-                           remedies=[_set("tokenizer", "PATH", "name a tokenizer", numerics=True)]))
+        found.append(
+            unmet(
+                Kind.COMPONENT,
+                "tokenizer.missing",
+                "the package has no tokenizer",
+                observed="none",
+                expected="tokenizer.json or another known tokenizer",
+                remedies=[_set("tokenizer", "PATH", "name a tokenizer", numerics=True)],
+            )
+        )
     if task == Task.EMBEDDINGS and artifact.recipe is None and "pooling" not in options:
-        found.append(unmet(Kind.RECIPE, "recipe.assumed", "nothing in the package says how to pool hidden states",
-                           observed="no pooling recipe", expected="modules.json with a pooling module, or your choice",
-                           remedies=[_set("pooling", mode, f"choose {mode} pooling", numerics=True)
-                                     for mode in ("mean", "cls", "lasttoken")]))
+        found.append(
+            unmet(
+                Kind.RECIPE,
+                "recipe.assumed",
+                "nothing in the package says how to pool hidden states",
+                observed="no pooling recipe",
+                expected="modules.json with a pooling module, or your choice",
+                remedies=[
+                    _set("pooling", mode, f"choose {mode} pooling", numerics=True)
+                    for mode in ("mean", "cls", "lasttoken")
+                ],
+            )
+        )
     return found
 
 
 def _set(option: str, value: str, text: str, *, numerics: bool = False, trust: bool = False) -> Remedy:
-    return Remedy(Action.SET_OPTION, f"{text} with `--option {option}={value}`", ["--option", f"{option}={value}"],
-                  changes_numerics=numerics, changes_trust=trust)
+    return Remedy(
+        Action.SET_OPTION,
+        f"{text} with `--option {option}={value}`",
+        ["--option", f"{option}={value}"],
+        changes_numerics=numerics,
+        changes_trust=trust,
+    )
 
 
 def _trust(case: Case) -> list[Requirement]:
@@ -243,13 +374,32 @@ def _trust(case: Case) -> list[Requirement]:
     if case.artifact.code is CodeNeed.REQUIRED and "code.required" not in codes:
         if truthy(case.options.get("trust_remote_code")):
             return [Requirement("code.required", Kind.TRUST, State.WAIVED, case.artifact.entry)]
-        remedy = Remedy(Action.GRANT_TRUST, "read the package's code, then allow it",
-                        ["--option", "trust_remote_code=true"], changes_trust=True)
-        return [unmet(Kind.TRUST, "code.required", "the package needs its own Python code to be run",
-                      observed="custom code", expected="built-in code", where=case.artifact.entry, remedies=[remedy])]
+        remedy = Remedy(
+            Action.GRANT_TRUST,
+            "read the package's code, then allow it",
+            ["--option", "trust_remote_code=true"],
+            changes_trust=True,
+        )
+        return [
+            unmet(
+                Kind.TRUST,
+                "code.required",
+                "the package needs its own Python code to be run",
+                observed="custom code",
+                expected="built-in code",
+                where=case.artifact.entry,
+                remedies=[remedy],
+            )
+        ]
     if case.artifact.code is CodeNeed.FORBIDDEN and "code.pickle_unsafe" not in codes:
-        return [unmet(Kind.TRUST, "code.pickle_unsafe", "loading this artifact would run code of a pickle",
-                      where=case.artifact.entry)]
+        return [
+            unmet(
+                Kind.TRUST,
+                "code.pickle_unsafe",
+                "loading this artifact would run code of a pickle",
+                where=case.artifact.entry,
+            )
+        ]
     return [met("trust", Kind.TRUST)]
 
 
@@ -260,5 +410,13 @@ def truthy(value: Any) -> bool:
 
 def _options(case: Case) -> list[Requirement]:
     strange = [name for name in case.options if name not in OPTIONS]
-    return [unmet(Kind.OPTION, "option.unsupported", f"there is no option `{name}`", observed=name,
-                  expected=", ".join(OPTIONS)) for name in strange] or [met("options", Kind.OPTION)]
+    return [
+        unmet(
+            Kind.OPTION,
+            "option.unsupported",
+            f"there is no option `{name}`",
+            observed=name,
+            expected=", ".join(OPTIONS),
+        )
+        for name in strange
+    ] or [met("options", Kind.OPTION)]

@@ -25,8 +25,18 @@ from turnout.types import Task
 
 # Stated prior for the order among supported cases without measurements: what decodes fastest on
 # CPU first for text, the runtime made for the format first elsewhere (docs/compatibility.md).
-PRIOR = ("llamacpp", "openvino-genai", "onnxruntime-genai", "ctranslate2", "openvino", "onnxruntime", "tabular",
-         "sentence-transformers", "transformers", "diffusers")
+PRIOR = (
+    "llamacpp",
+    "openvino-genai",
+    "onnxruntime-genai",
+    "ctranslate2",
+    "openvino",
+    "onnxruntime",
+    "tabular",
+    "sentence-transformers",
+    "transformers",
+    "diffusers",
+)
 # Score by which measured cases of a task are ordered; higher is better.
 MEASURES: dict[str, str] = {Task.TEXT_GENERATION: "tokens_per_s", Task.CHAT: "tokens_per_s"}
 
@@ -72,8 +82,9 @@ def _status_of_unmet(remedies: Iterable[Remedy]) -> VerdictStatus:
     return VerdictStatus.CONDITIONAL if same_case else VerdictStatus.UNSUPPORTED
 
 
-def judge(case: Case, backend: str, assessment: Assessment, estimates: Estimates,
-          recorded: Iterable[Evidence] = ()) -> Verdict:
+def judge(
+    case: Case, backend: str, assessment: Assessment, estimates: Estimates, recorded: Iterable[Evidence] = ()
+) -> Verdict:
     """Verdict of one case. ``recorded`` is standing evidence of this very case from the ledger.
 
     Recorded passes raise the level; a recorded failure makes the case unsupported until a
@@ -94,10 +105,19 @@ def judge(case: Case, backend: str, assessment: Assessment, estimates: Estimates
     unknowns = [r.reason for r in assessment.requirements if r.state is State.UNKNOWN and r.reason]
     unknowns += [reason for e in errors for reason in e.reasons]
     return Verdict(
-        artifact=case.artifact.id, kind=case.artifact.kind, task=case.task, backend=backend, device=case.device,
-        status=status, level=level, reasons=_unique_reasons(reasons), remedies=_by_cost(remedies),
+        artifact=case.artifact.id,
+        kind=case.artifact.kind,
+        task=case.task,
+        backend=backend,
+        device=case.device,
+        status=status,
+        level=level,
+        reasons=_unique_reasons(reasons),
+        remedies=_by_cost(remedies),
         unknowns=_unique_reasons(unknowns) if status is not VerdictStatus.SUPPORTED else [],
-        notes=assessment.notes, estimates=estimates, plan=assessment.plan,
+        notes=assessment.notes,
+        estimates=estimates,
+        plan=assessment.plan,
         measurements=_measurements(recorded),
     )
 
@@ -156,8 +176,11 @@ def rank(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def choose(verdicts: Iterable[Verdict]) -> tuple[Verdict | None, str]:
     """The supported and admitted verdict to run, and why it was preferred."""
-    candidates = [v for v in rank(verdicts)
-                  if v.status is VerdictStatus.SUPPORTED and v.admission is not Admission.INSUFFICIENT_MEMORY]
+    candidates = [
+        v
+        for v in rank(verdicts)
+        if v.status is VerdictStatus.SUPPORTED and v.admission is not Admission.INSUFFICIENT_MEMORY
+    ]
     if not candidates:
         return None, "no supported case"
     best = candidates[0]

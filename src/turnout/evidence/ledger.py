@@ -46,8 +46,9 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -70,21 +71,28 @@ class Ledger:
         An earlier row of the same key and level is withdrawn: the newer run speaks.
         """
         with self._transaction() as db:
-            db.execute("UPDATE evidence SET withdrawn='superseded' WHERE key_id=? AND withdrawn IS NULL "
-                       "AND json_extract(evidence, '$.level')=?", (key.id, int(evidence.level)))
-            db.execute("INSERT INTO evidence(key_id, place, key, evidence, at) VALUES (?,?,?,?,?)",
-                       (key.id, place, msgspec.json.encode(key).decode(), msgspec.json.encode(evidence).decode(),
-                        evidence.at))
+            db.execute(
+                "UPDATE evidence SET withdrawn='superseded' WHERE key_id=? AND withdrawn IS NULL "
+                "AND json_extract(evidence, '$.level')=?",
+                (key.id, int(evidence.level)),
+            )
+            db.execute(
+                "INSERT INTO evidence(key_id, place, key, evidence, at) VALUES (?,?,?,?,?)",
+                (key.id, place, msgspec.json.encode(key).decode(), msgspec.json.encode(evidence).decode(), evidence.at),
+            )
 
     def knows(self, place: str) -> bool:
         """Whether anything standing is recorded for the package at ``place``."""
-        row = self._db.execute("SELECT 1 FROM evidence WHERE place=? AND withdrawn IS NULL LIMIT 1", (place,)).fetchone()
+        row = self._db.execute(
+            "SELECT 1 FROM evidence WHERE place=? AND withdrawn IS NULL LIMIT 1", (place,)
+        ).fetchone()
         return row is not None
 
     def standing(self, key: CaseKey) -> list[Evidence]:
         """Evidence of exactly this case that was not withdrawn, oldest first."""
-        rows = self._db.execute("SELECT evidence FROM evidence WHERE key_id=? AND withdrawn IS NULL ORDER BY id",
-                                (key.id,))
+        rows = self._db.execute(
+            "SELECT evidence FROM evidence WHERE key_id=? AND withdrawn IS NULL ORDER BY id", (key.id,)
+        )
         return [msgspec.json.decode(row[0], type=Evidence) for row in rows]
 
     def withdraw_stale(self, place: str, key: CaseKey) -> list[str]:
@@ -92,8 +100,9 @@ class Ledger:
         now = asdict(key)
         reasons: list[str] = []
         with self._transaction() as db:
-            rows = db.execute("SELECT id, key FROM evidence WHERE place=? AND key_id<>? AND withdrawn IS NULL",
-                              (place, key.id)).fetchall()
+            rows = db.execute(
+                "SELECT id, key FROM evidence WHERE place=? AND key_id<>? AND withdrawn IS NULL", (place, key.id)
+            ).fetchall()
             for row_id, text in rows:
                 then = msgspec.json.decode(text)
                 if any(then[name] != now[name] for name in now if name not in CHANGING):
@@ -106,8 +115,9 @@ class Ledger:
 
     def withdrawn(self, place: str) -> list[tuple[CaseKey, str]]:
         """Withdrawn rows of a package with their reasons, oldest first."""
-        rows = self._db.execute("SELECT key, withdrawn FROM evidence WHERE place=? AND withdrawn IS NOT NULL "
-                                "ORDER BY id", (place,))
+        rows = self._db.execute(
+            "SELECT key, withdrawn FROM evidence WHERE place=? AND withdrawn IS NOT NULL ORDER BY id", (place,)
+        )
         return [(msgspec.json.decode(key, type=CaseKey), reason) for key, reason in rows]
 
     def digest(self, package: Package, artifact: Artifact) -> str:

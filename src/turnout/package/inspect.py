@@ -40,7 +40,9 @@ def inspect(path: str | os.PathLike[str]) -> Package:
     try:
         scan = Scan.of(path)
     except FileNotFoundError:
-        raise NotFoundError(f"nothing at `{path}`", hints=["`turnout list` shows the models that are known here"]) from None
+        raise NotFoundError(
+            f"nothing at `{path}`", hints=["`turnout list` shows the models that are known here"]
+        ) from None
     artifacts: list[Artifact] = []
     for name in DETECTORS:
         artifacts.extend(_detect(name, scan))
@@ -64,8 +66,17 @@ def _detect(name: str, scan: Scan) -> list[Artifact]:
         return found
     except ReadError as error:
         scan.findings.append(error.finding)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError,
-            RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         # A reader's own gap must not hide what the other readers found.
         scan.add("artifact.corrupt", Severity.ERROR, f"the {name} reader gave up: {type(error).__name__}: {error}")
     return []
@@ -73,8 +84,14 @@ def _detect(name: str, scan: Scan) -> list[Artifact]:
 
 def _unknown(scan: Scan) -> list[Artifact]:
     entry = scan.focus or ""
-    finding = Finding("artifact.missing", Severity.ERROR, "no known model format here", entry,
-                      f"{len(scan.entries)} files", "weights, a graph or a manifest of a known format")
+    finding = Finding(
+        "artifact.missing",
+        Severity.ERROR,
+        "no known model format here",
+        entry,
+        f"{len(scan.entries)} files",
+        "weights, a graph or a manifest of a known format",
+    )
     return [Artifact(id=f"unknown:{entry or '.'}", kind=ArtifactKind.UNKNOWN, entry=entry, findings=[finding])]
 
 

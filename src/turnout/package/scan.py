@@ -27,14 +27,25 @@ PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2")
 _ROLES: tuple[tuple[tuple[str, ...], FileRole], ...] = (
     (("*.index.json", "model_index.json", "modules.json"), FileRole.INDEX),
     (
-        ("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "tekken.json", "special_tokens_map.json",
-         "added_tokens.json", "spiece.model", "sentencepiece*"),
+        (
+            "tokenizer*",
+            "vocab*",
+            "merges.txt",
+            "*.tiktoken",
+            "tekken.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "spiece.model",
+            "sentencepiece*",
+        ),
         FileRole.TOKENIZER,
     ),
     (("*.jinja", "chat_template.json"), FileRole.TEMPLATE),
     (("*processor*.json",), FileRole.PROCESSOR),
-    (("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ubj", "*.npz", "*.data",
-      "*.onnx_data"), FileRole.WEIGHTS),
+    (
+        ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ubj", "*.npz", "*.data", "*.onnx_data"),
+        FileRole.WEIGHTS,
+    ),
     (("*.onnx", "*.xml", "*.tflite", "*.pb", "*.mlmodel"), FileRole.GRAPH),
     (("*.py", "*.so", "*.dll"), FileRole.CODE),
     (("license*", "licence*", "copying*", "notice*"), FileRole.LICENCE),
@@ -98,8 +109,14 @@ class Scan:
 
     def _walk(self, directory: str, depth: int) -> None:
         if depth > READ.directory_depth:
-            self.add("artifact.corrupt", Severity.WARNING, "directory nesting not followed further", directory,
-                     f"depth {depth}", f"at most {READ.directory_depth}")
+            self.add(
+                "artifact.corrupt",
+                Severity.WARNING,
+                "directory nesting not followed further",
+                directory,
+                f"depth {depth}",
+                f"at most {READ.directory_depth}",
+            )
             return
         try:
             children = sorted(os.scandir(self.root / directory), key=lambda e: e.name)
@@ -144,8 +161,9 @@ class Scan:
                 return "cache" if _within(target, blobs) else "escape"
         return "escape"
 
-    def add(self, code: str, severity: Severity, message: str, path: str = "", observed: str = "",
-            expected: str = "") -> Finding:
+    def add(
+        self, code: str, severity: Severity, message: str, path: str = "", observed: str = "", expected: str = ""
+    ) -> Finding:
         """Records a finding of the package and returns it."""
         finding = Finding(code, severity, message, path, observed, expected)
         self.findings.append(finding)
@@ -158,7 +176,8 @@ class Scan:
     def glob(self, pattern: str, directory: str | None = None) -> list[str]:
         """Relative paths whose file name matches ``pattern``; of one directory if given ('' is the root)."""
         return [
-            rel for rel in self.entries
+            rel
+            for rel in self.entries
             if fnmatch.fnmatchcase(rel.rsplit("/", 1)[-1], pattern)
             and (directory is None or parent_of(rel) == directory)
         ]
@@ -176,16 +195,26 @@ class Scan:
         root. The file need not exist.
         """
         if os.path.isabs(name) or "\\" in name or "\0" in name or (len(name) > 1 and name[1] == ":"):
-            raise read_error("artifact.path_escape", f"reference `{name}` is not relative to the package",
-                             directory, name, "a path below the package root")
+            raise read_error(
+                "artifact.path_escape",
+                f"reference `{name}` is not relative to the package",
+                directory,
+                name,
+                "a path below the package root",
+            )
         parts: list[str] = [p for p in directory.split("/") if p]
         for part in name.split("/"):
             if part in ("", "."):
                 continue
             if part == "..":
                 if not parts:
-                    raise read_error("artifact.path_escape", f"reference `{name}` leads out of the package",
-                                     directory, name, "a path below the package root")
+                    raise read_error(
+                        "artifact.path_escape",
+                        f"reference `{name}` leads out of the package",
+                        directory,
+                        name,
+                        "a path below the package root",
+                    )
                 parts.pop()
             else:
                 parts.append(part)
@@ -197,8 +226,13 @@ class Scan:
         if entry is None:
             raise read_error("artifact.missing", f"file `{rel}` is not in the package", rel, "absent", "present")
         if entry.link == "escape":
-            raise read_error("artifact.path_escape", f"`{rel}` is a link out of the package", rel,
-                             os.path.realpath(self.root / rel), "a file below the package root")
+            raise read_error(
+                "artifact.path_escape",
+                f"`{rel}` is a link out of the package",
+                rel,
+                os.path.realpath(self.root / rel),
+                "a file below the package root",
+            )
         return self.root / rel
 
     def open(self, rel: str) -> BinaryIO:
@@ -210,8 +244,9 @@ class Scan:
         path = self.path(rel)
         size = self.entries[rel].size
         if size > limit:
-            raise read_error("artifact.corrupt", f"`{rel}` is too large to be read here", rel,
-                             f"{size} bytes", f"at most {limit}")
+            raise read_error(
+                "artifact.corrupt", f"`{rel}` is too large to be read here", rel, f"{size} bytes", f"at most {limit}"
+            )
         with open(path, "rb") as stream:
             return stream.read(limit + 1)[:limit]
 
@@ -239,12 +274,23 @@ class Scan:
         except ReadError as error:
             return error.finding
         if self.is_lfs_pointer(rel):
-            return Finding("artifact.lfs_pointer", Severity.ERROR,
-                           f"`{rel}` is a git-lfs pointer, not the file itself", rel,
-                           f"{self.entries[rel].size} bytes of pointer text", "the weights")
+            return Finding(
+                "artifact.lfs_pointer",
+                Severity.ERROR,
+                f"`{rel}` is a git-lfs pointer, not the file itself",
+                rel,
+                f"{self.entries[rel].size} bytes of pointer text",
+                "the weights",
+            )
         if self.entries[rel].partial:
-            return Finding("artifact.truncated", Severity.ERROR, f"`{rel}` is empty or a partial download", rel,
-                           f"{self.entries[rel].size} bytes", "a complete file")
+            return Finding(
+                "artifact.truncated",
+                Severity.ERROR,
+                f"`{rel}` is empty or a partial download",
+                rel,
+                f"{self.entries[rel].size} bytes",
+                "a complete file",
+            )
         return None
 
     def json(self, rel: str, limit: int | None = None) -> Any:
@@ -268,8 +314,9 @@ class Scan:
                 return None
             if isinstance(value, dict):
                 return value
-            self.add("config.invalid", Severity.ERROR, f"`{rel}` is not a JSON object", rel,
-                     type(value).__name__, "object")
+            self.add(
+                "config.invalid", Severity.ERROR, f"`{rel}` is not a JSON object", rel, type(value).__name__, "object"
+            )
             return None
 
         return self.once(("object", rel), load)
@@ -322,16 +369,27 @@ def parse_json(data: bytes, where: str) -> Any:
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=pairs)
     except RecursionError:
-        raise read_error("config.invalid", f"`{where}` is nested too deeply", where, "over 1000 levels",
-                         f"at most {READ.json_depth}") from None
+        raise read_error(
+            "config.invalid", f"`{where}` is nested too deeply", where, "over 1000 levels", f"at most {READ.json_depth}"
+        ) from None
     except ValueError as error:
         raise read_error("config.invalid", f"`{where}` is not valid JSON: {error}", where) from None
     if repeated:
-        raise read_error("config.invalid", f"`{where}` repeats the key `{repeated[0]}`", where,
-                         f"key `{repeated[0]}` twice", "each key once")
+        raise read_error(
+            "config.invalid",
+            f"`{where}` repeats the key `{repeated[0]}`",
+            where,
+            f"key `{repeated[0]}` twice",
+            "each key once",
+        )
     if _depth(value) > READ.json_depth:
-        raise read_error("config.invalid", f"`{where}` is nested too deeply", where,
-                         f"over {READ.json_depth} levels", f"at most {READ.json_depth}")
+        raise read_error(
+            "config.invalid",
+            f"`{where}` is nested too deeply",
+            where,
+            f"over {READ.json_depth} levels",
+            f"at most {READ.json_depth}",
+        )
     return value
 
 

@@ -222,17 +222,36 @@ _GENERATION = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
 
 def _contracts() -> tuple[TaskContract, ...]:
-    seq = {"outputs": _TEXT_OUT, "output_type": TextOutput, "streaming": True, "options": _GENERATION,
-           "roles": ("tokenizer", "head")}
-    labels = {"outputs": _LABELS_OUT, "output_type": LabelsOutput, "score_kind": "probability"}
-    segments = {"outputs": (_port("segments", M.SEGMENTS, many=True, unit="second"),), "output_type": SegmentsOutput}
-    boxes = {"outputs": (_port("boxes", M.BOXES, many=True, unit="pixel"),), "output_type": BoxesOutput,
-             "score_kind": "probability"}
-    table = {"inputs": (_TABLE,), "outputs": (_TABLE,), "output_type": TableOutput, "roles": ("recipe",)}
-    image = {"outputs": (_port("images", M.IMAGE, many=True, unit="sRGB"),), "output_type": ImageOutput}
-    tensors = {"outputs": (_port("tensors", M.TENSOR, many=True),), "output_type": TensorsOutput}
-    spans = {"outputs": (_port("spans", M.SPANS, many=True, unit="character"),), "output_type": SpansOutput,
-             "score_kind": "probability"}
+    seq: dict[str, Any] = {
+        "outputs": _TEXT_OUT,
+        "output_type": TextOutput,
+        "streaming": True,
+        "options": _GENERATION,
+        "roles": ("tokenizer", "head"),
+    }
+    labels: dict[str, Any] = {"outputs": _LABELS_OUT, "output_type": LabelsOutput, "score_kind": "probability"}
+    segments: dict[str, Any] = {
+        "outputs": (_port("segments", M.SEGMENTS, many=True, unit="second"),),
+        "output_type": SegmentsOutput,
+    }
+    boxes: dict[str, Any] = {
+        "outputs": (_port("boxes", M.BOXES, many=True, unit="pixel"),),
+        "output_type": BoxesOutput,
+        "score_kind": "probability",
+    }
+    table: dict[str, Any] = {
+        "inputs": (_TABLE,),
+        "outputs": (_TABLE,),
+        "output_type": TableOutput,
+        "roles": ("recipe",),
+    }
+    image: dict[str, Any] = {"outputs": (_port("images", M.IMAGE, many=True, unit="sRGB"),), "output_type": ImageOutput}
+    tensors: dict[str, Any] = {"outputs": (_port("tensors", M.TENSOR, many=True),), "output_type": TensorsOutput}
+    spans: dict[str, Any] = {
+        "outputs": (_port("spans", M.SPANS, many=True, unit="character"),),
+        "output_type": SpansOutput,
+        "score_kind": "probability",
+    }
     make = TaskContract
     return (
         make(Task.TEXT_GENERATION, (_port("prompt", M.TEXT),), **seq),
@@ -240,43 +259,102 @@ def _contracts() -> tuple[TaskContract, ...]:
         make(Task.TEXT2TEXT, (_TEXT,), **seq),
         make(Task.TRANSLATION, (_TEXT,), **seq),
         make(Task.SUMMARIZATION, (_TEXT,), **seq),
-        make(Task.IMAGE_TEXT_TO_TEXT, (_port("messages", M.MESSAGES), _port("images", M.IMAGE, many=True)),
-             **{**seq, "roles": ("tokenizer", "head", "template", "image-processor")}),
-        make(Task.EMBEDDINGS, (_TEXTS,),
-             (_port("vectors", M.VECTOR, dtype="float32", axes=("text", "dimension"), unit="cosine"),),
-             EmbeddingsOutput, "cosine", ("tokenizer", "recipe"), options=("pooling", "normalize")),
-        make(Task.RERANK, (_port("query", M.TEXT), _port("documents", M.TEXT, many=True)),
-             (_port("ranking", M.SCORES, many=True),), RankingOutput, "logit", ("tokenizer", "head")),
+        make(
+            Task.IMAGE_TEXT_TO_TEXT,
+            (_port("messages", M.MESSAGES), _port("images", M.IMAGE, many=True)),
+            **{**seq, "roles": ("tokenizer", "head", "template", "image-processor")},
+        ),
+        make(
+            Task.EMBEDDINGS,
+            (_TEXTS,),
+            (_port("vectors", M.VECTOR, dtype="float32", axes=("text", "dimension"), unit="cosine"),),
+            EmbeddingsOutput,
+            "cosine",
+            ("tokenizer", "recipe"),
+            options=("pooling", "normalize"),
+        ),
+        make(
+            Task.RERANK,
+            (_port("query", M.TEXT), _port("documents", M.TEXT, many=True)),
+            (_port("ranking", M.SCORES, many=True),),
+            RankingOutput,
+            "logit",
+            ("tokenizer", "head"),
+        ),
         make(Task.TEXT_CLASSIFICATION, (_TEXTS,), roles=("tokenizer", "head", "labels"), **labels),
-        make(Task.ZERO_SHOT_CLASSIFICATION, (_TEXTS, _port("candidates", M.TEXT, many=True)),
-             roles=("tokenizer", "head", "labels"), **labels),
+        make(
+            Task.ZERO_SHOT_CLASSIFICATION,
+            (_TEXTS, _port("candidates", M.TEXT, many=True)),
+            roles=("tokenizer", "head", "labels"),
+            **labels,
+        ),
         make(Task.TOKEN_CLASSIFICATION, (_TEXTS,), roles=("tokenizer", "head", "labels"), **spans),
         make(Task.FILL_MASK, (_TEXTS,), roles=("tokenizer", "head"), **labels),
-        make(Task.QUESTION_ANSWERING, (_port("question", M.TEXT), _port("context", M.TEXT)),
-             roles=("tokenizer", "head"), **spans),
+        make(
+            Task.QUESTION_ANSWERING,
+            (_port("question", M.TEXT), _port("context", M.TEXT)),
+            roles=("tokenizer", "head"),
+            **spans,
+        ),
         make(Task.IMAGE_CLASSIFICATION, (_IMAGE,), roles=("labels", "image-processor"), **labels),
-        make(Task.ZERO_SHOT_IMAGE_CLASSIFICATION, (_IMAGE, _port("candidates", M.TEXT, many=True)),
-             roles=("tokenizer", "image-processor"), **labels),
+        make(
+            Task.ZERO_SHOT_IMAGE_CLASSIFICATION,
+            (_IMAGE, _port("candidates", M.TEXT, many=True)),
+            roles=("tokenizer", "image-processor"),
+            **labels,
+        ),
         make(Task.OBJECT_DETECTION, (_IMAGE,), roles=("labels", "image-processor"), **boxes),
-        make(Task.IMAGE_SEGMENTATION, (_IMAGE,), (_port("masks", M.MASKS, axes=("mask", "height", "width")),),
-             TensorsOutput, "probability", ("image-processor",)),
-        make(Task.DEPTH_ESTIMATION, (_IMAGE,), (_port("depth", M.TENSOR, axes=("height", "width")),),
-             TensorsOutput, "distance", ("image-processor",)),
-        make(Task.IMAGE_FEATURES, (_IMAGE,), (_port("vectors", M.VECTOR, axes=("image", "dimension")),),
-             EmbeddingsOutput, "cosine", ("image-processor",)),
+        make(
+            Task.IMAGE_SEGMENTATION,
+            (_IMAGE,),
+            (_port("masks", M.MASKS, axes=("mask", "height", "width")),),
+            TensorsOutput,
+            "probability",
+            ("image-processor",),
+        ),
+        make(
+            Task.DEPTH_ESTIMATION,
+            (_IMAGE,),
+            (_port("depth", M.TENSOR, axes=("height", "width")),),
+            TensorsOutput,
+            "distance",
+            ("image-processor",),
+        ),
+        make(
+            Task.IMAGE_FEATURES,
+            (_IMAGE,),
+            (_port("vectors", M.VECTOR, axes=("image", "dimension")),),
+            EmbeddingsOutput,
+            "cosine",
+            ("image-processor",),
+        ),
         make(Task.ASR, (_AUDIO, _RATE), roles=("tokenizer", "head", "feature-extractor"), **segments),
         make(Task.VAD, (_AUDIO, _RATE), score_kind="probability", roles=("recipe",), **segments),
         make(Task.AUDIO_CLASSIFICATION, (_AUDIO, _RATE), roles=("labels", "feature-extractor"), **labels),
-        make(Task.TTS, (_TEXT,), (_port("samples", M.AUDIO, dtype="float32", axes=("sample",), unit="amplitude"),),
-             AudioOutput, roles=("recipe",)),
+        make(
+            Task.TTS,
+            (_TEXT,),
+            (_port("samples", M.AUDIO, dtype="float32", axes=("sample",), unit="amplitude"),),
+            AudioOutput,
+            roles=("recipe",),
+        ),
         make(Task.TEXT_TO_IMAGE, (_port("prompt", M.TEXT),), roles=("recipe", "scheduler"), **image),
         make(Task.IMAGE_TO_IMAGE, (_port("prompt", M.TEXT), _IMAGE), roles=("recipe", "scheduler"), **image),
         make(Task.TABULAR_CLASSIFICATION, score_kind="probability", **table),
         make(Task.TABULAR_REGRESSION, **table),
-        make(Task.TIME_SERIES, (_port("history", M.SERIES, axes=("time",)),),
-             (_port("forecast", M.SERIES, axes=("time",)),), ForecastOutput, "quantile", ("recipe",)),
-        make(Task.DECISION, tuple(_port(n, M.TENSOR) for n in ("states", "actions", "returns_to_go", "timesteps")),
-             **tensors),
+        make(
+            Task.TIME_SERIES,
+            (_port("history", M.SERIES, axes=("time",)),),
+            (_port("forecast", M.SERIES, axes=("time",)),),
+            ForecastOutput,
+            "quantile",
+            ("recipe",),
+        ),
+        make(
+            Task.DECISION,
+            tuple(_port(n, M.TENSOR) for n in ("states", "actions", "returns_to_go", "timesteps")),
+            **tensors,
+        ),
         make(Task.TENSOR, (_port("tensors", M.TENSOR, many=True),), **tensors),
     )
 
@@ -298,7 +376,9 @@ def validate(request: Request) -> None:
     known = {port.name for port in contract.inputs}
     for name in request.inputs:
         if name not in known:
-            raise InputError(f"`{request.task}` takes no input `{name}`", hints=["it takes: " + ", ".join(sorted(known))])
+            raise InputError(
+                f"`{request.task}` takes no input `{name}`", hints=["it takes: " + ", ".join(sorted(known))]
+            )
     for port in contract.inputs:
         if port.name not in request.inputs:
             if port.required:

@@ -60,21 +60,37 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The stable JSON object of ``turnout check --json`` (docs/cli.md)."""
         chosen = verdict_json(self.chosen) | {"why": self.why} if self.chosen else None
-        return {"package": package_json(self.package), "verdicts": [verdict_json(v) for v in self.verdicts],
-                "chosen": chosen}
+        return {
+            "package": package_json(self.package),
+            "verdicts": [verdict_json(v) for v in self.verdicts],
+            "chosen": chosen,
+        }
 
 
 def package_json(package: Package) -> dict[str, Any]:
     """Summary of a package; tensors, files and parsed configs are left to ``turnout inspect --json``."""
-    artifacts = [{
-        "id": a.id, "kind": a.kind, "entry": a.entry, "tasks": a.task_ids(), "size_bytes": a.size_bytes,
-        "tensors": len(a.tensors.tensors), "parameters": a.tensors.param_count,
-        "architecture": a.architecture.model_type if a.architecture else None,
-        "findings": msgspec.to_builtins(a.findings),
-    } for a in package.artifacts]
-    return {"root": package.root, "source": package.source, "fingerprint": package.fingerprint,
-            "artifacts": msgspec.to_builtins(artifacts), "findings": msgspec.to_builtins(package.findings),
-            "scan_ms": package.scan_ms}
+    artifacts = [
+        {
+            "id": a.id,
+            "kind": a.kind,
+            "entry": a.entry,
+            "tasks": a.task_ids(),
+            "size_bytes": a.size_bytes,
+            "tensors": len(a.tensors.tensors),
+            "parameters": a.tensors.param_count,
+            "architecture": a.architecture.model_type if a.architecture else None,
+            "findings": msgspec.to_builtins(a.findings),
+        }
+        for a in package.artifacts
+    ]
+    return {
+        "root": package.root,
+        "source": package.source,
+        "fingerprint": package.fingerprint,
+        "artifacts": msgspec.to_builtins(artifacts),
+        "findings": msgspec.to_builtins(package.findings),
+        "scan_ms": package.scan_ms,
+    }
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
@@ -89,7 +105,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 def free_memory() -> int:
     """Bytes that new processes may use, within the limit of the control group if there is one."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     free = int(psutil.virtual_memory().available)
     try:
@@ -119,9 +135,14 @@ def case_key(case: Case, backend: str, build: BackendBuild, digest: str) -> Case
     """Key of a case; evidence stands only while every part of it stays the same."""
     recipe = case.artifact.recipe
     return CaseKey(
-        artifact_digest=digest, artifact=case.artifact.id, task=contract_of(case.task).key,
-        options=json.dumps(case.options, sort_keys=True, default=str), backend=backend, build=build.version,
-        dependencies=json.dumps(build.dependencies, sort_keys=True), device=device_profile(case.device),
+        artifact_digest=digest,
+        artifact=case.artifact.id,
+        task=contract_of(case.task).key,
+        options=json.dumps(case.options, sort_keys=True, default=str),
+        backend=backend,
+        build=build.version,
+        dependencies=json.dumps(build.dependencies, sort_keys=True),
+        device=device_profile(case.device),
         recipe=recipe.id if recipe else "",
     )
 
@@ -169,8 +190,13 @@ class Judge:
             return Assessment(common(backend, case, build))
         self.progress(f"asking {backend.name} about {case.artifact.id} for {case.task}")
         try:
-            answer = self.worker.call("assess", timeout=WORKER.assess_s, memory_bytes=WORKER.dry_load_bytes,
-                                      backend=backend.name, case=case_message(package, case))
+            answer = self.worker.call(
+                "assess",
+                timeout=WORKER.assess_s,
+                memory_bytes=WORKER.dry_load_bytes,
+                backend=backend.name,
+                case=case_message(package, case),
+            )
         except TurnoutError as error:
             failure = Evidence(EvidenceLevel.INQUIRED, Outcome.FAIL, [_reason(error)])
             return Assessment(common(backend, case, build), [failure])
@@ -179,15 +205,24 @@ class Judge:
 
     def _offer_siblings(self, package: Package, case: Case, backend: Backend, assessment: Assessment) -> None:
         for requirement in assessment.requirements:
-            if requirement.state is State.UNMET and requirement.id == "artifact.missing" and not readable(
-                    backend, case.artifact):
+            if (
+                requirement.state is State.UNMET
+                and requirement.id == "artifact.missing"
+                and not readable(backend, case.artifact)
+            ):
                 siblings = [a for a in package.artifacts if readable(backend, a)]
                 requirement.remedies += [
-                    Remedy(Action.SELECT_ARTIFACT, f"use the artifact `{a.id}` of this package",
-                           ["turnout", "check", package.source, "--artifact", a.id]) for a in siblings]
+                    Remedy(
+                        Action.SELECT_ARTIFACT,
+                        f"use the artifact `{a.id}` of this package",
+                        ["turnout", "check", package.source, "--artifact", a.id],
+                    )
+                    for a in siblings
+                ]
 
-    def _recorded(self, package: Package, case: Case, backend: str,
-                  build: BackendBuild) -> tuple[list[Evidence], CaseKey | None]:
+    def _recorded(
+        self, package: Package, case: Case, backend: str, build: BackendBuild
+    ) -> tuple[list[Evidence], CaseKey | None]:
         if case.task not in set(Task) or not self.ledger.knows(package.root):
             return [], None
         key = case_key(case, backend, build, self.ledger.digest(package, case.artifact))
@@ -218,8 +253,13 @@ class Judge:
 
         at = time.time()
         try:
-            loaded = self.worker.call("load", timeout=WORKER.load_s, memory_bytes=free_memory(), backend=backend,
-                                      case=case_message(package, case))
+            loaded = self.worker.call(
+                "load",
+                timeout=WORKER.load_s,
+                memory_bytes=free_memory(),
+                backend=backend,
+                case=case_message(package, case),
+            )
         except TurnoutError as error:
             return [Evidence(EvidenceLevel.LOADED, Outcome.FAIL, [_reason(error)], at=at)]
         measured = {"load_s": loaded["load_s"], "resident_bytes": float(self.worker.resident_bytes())}
@@ -242,8 +282,14 @@ def _reason(error: TurnoutError) -> Reason:
 
 def case_message(package: Package, case: Case) -> dict[str, Any]:
     """What a worker needs to know of a case: it inspects the package again by itself."""
-    return {"source": package.source, "artifact": case.artifact.id, "task": case.task, "device": case.device,
-            "options": case.options, "fingerprint": package.fingerprint}
+    return {
+        "source": package.source,
+        "artifact": case.artifact.id,
+        "task": case.task,
+        "device": case.device,
+        "options": case.options,
+        "fingerprint": package.fingerprint,
+    }
 
 
 def open_package(path: str) -> Package:
@@ -257,13 +303,16 @@ def select_artifacts(package: Package, artifact: str | None) -> list[Artifact]:
         return package.artifacts
     found = package.artifact(artifact)
     if found is None:
-        raise UsageError(f"no artifact `{artifact}` in `{package.source}`",
-                         hints=["artifacts here: " + ", ".join(a.id for a in package.artifacts)])
+        raise UsageError(
+            f"no artifact `{artifact}` in `{package.source}`",
+            hints=["artifacts here: " + ", ".join(a.id for a in package.artifacts)],
+        )
     return [found]
 
 
-def cases_of(package: Package, artifacts: list[Artifact], task: str | None, device: str,
-             options: dict[str, Any]) -> Iterator[Case]:
+def cases_of(
+    package: Package, artifacts: list[Artifact], task: str | None, device: str, options: dict[str, Any]
+) -> Iterator[Case]:
     """One case per artifact and task: the given task, or every task the artifact offers."""
     if task is not None:
         contract_of(task)
@@ -272,9 +321,18 @@ def cases_of(package: Package, artifacts: list[Artifact], task: str | None, devi
             yield Case(package.root, artifact, one, device, dict(options))
 
 
-def check(path: str, task: str | None = None, *, artifact: str | None = None, backend: str | None = None,
-          device: str = "cpu", execute: bool = False, options: dict[str, Any] | None = None,
-          on_progress: Progress | None = None, judge: Judge | None = None) -> Report:
+def check(
+    path: str,
+    task: str | None = None,
+    *,
+    artifact: str | None = None,
+    backend: str | None = None,
+    device: str = "cpu",
+    execute: bool = False,
+    options: dict[str, Any] | None = None,
+    on_progress: Progress | None = None,
+    judge: Judge | None = None,
+) -> Report:
     """Verdicts of every artifact at ``path`` (a path or store name) for every task and backend.
 
     ``task``, ``artifact``, ``backend`` narrow the question. ``execute`` really loads and probes each
@@ -306,7 +364,8 @@ def check(path: str, task: str | None = None, *, artifact: str | None = None, ba
 
 def _worth_running(verdict: Verdict) -> bool:
     return verdict.status in (VerdictStatus.SUPPORTED, VerdictStatus.UNKNOWN) and (
-        verdict.admission is Admission.ADMITTED)
+        verdict.admission is Admission.ADMITTED
+    )
 
 
 def _of_task(verdicts: list[Verdict], task: str) -> list[Verdict]:

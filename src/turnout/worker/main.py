@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -46,14 +47,18 @@ class Host:
         self._backend = ""
         self._package: tuple[str, Package] | None = None
 
-    def _case(self, source: str, artifact: str, task: str, device: str, options: dict[str, Any],
-              fingerprint: str = "") -> Case:
+    def _case(
+        self, source: str, artifact: str, task: str, device: str, options: dict[str, Any], fingerprint: str = ""
+    ) -> Case:
         if self._package is None or self._package[0] != source or self._package[1].fingerprint != fingerprint:
             self._package = (source, inspect(source))
         package = self._package[1]
         if fingerprint and package.fingerprint != fingerprint:
-            raise LoadError(f"the package at `{source}` changed since it was inspected", code="artifact.corrupt",
-                            hints=["run the command again"])
+            raise LoadError(
+                f"the package at `{source}` changed since it was inspected",
+                code="artifact.corrupt",
+                hints=["run the command again"],
+            )
         found = package.artifact(artifact)
         if found is None:
             raise NotFoundError(f"no artifact `{artifact}` in `{source}`")
@@ -97,16 +102,22 @@ class Host:
             session = chosen.load(plan)
             unresolved = session.binding.unresolved
             if unresolved:
-                raise LoadError(f"{len(unresolved)} required tensors are in no file, first `{unresolved[0]}`",
-                                code="tensor.missing")
+                raise LoadError(
+                    f"{len(unresolved)} required tensors are in no file, first `{unresolved[0]}`", code="tensor.missing"
+                )
         except BaseException:
             if session is not None:
                 session.close()
             gc.collect()
             raise
         self._session, self._backend = session, backend
-        return {"binding": session.binding, "dtype": session.dtype, "recipe": plan.recipe,
-                "implementation": plan.implementation, "load_s": time.perf_counter() - started}
+        return {
+            "binding": session.binding,
+            "dtype": session.dtype,
+            "recipe": plan.recipe,
+            "implementation": plan.implementation,
+            "load_s": time.perf_counter() - started,
+        }
 
     def probe(self) -> Evidence:
         """Runs the backend's probe on the loaded session."""
@@ -220,10 +231,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     sock = socket.socket(fileno=int(sys.argv[1]))
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionError):
         serve(sock)
-    except (BrokenPipeError, ConnectionError):
-        pass
     # Native libraries' exit handlers crash at times; everything of ours is closed.
     sys.stdout.flush()
     sys.stderr.flush()

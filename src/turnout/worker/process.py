@@ -33,8 +33,9 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -48,19 +49,30 @@ class Worker:
             return
         self.close()
         ours, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "turnout.worker.main", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=[theirs.fileno()],
-                env=_environment(), close_fds=True,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                close_fds=True,
             )
         finally:
             theirs.close()
         self._socket = ours
 
-    def call(self, op: str, *, timeout: float, memory_bytes: int | None = None,
-             on_event: Callable[[Any], None] | None = None, **arguments: Any) -> Any:
+    def call(
+        self,
+        op: str,
+        *,
+        timeout: float,
+        memory_bytes: int | None = None,
+        on_event: Callable[[Any], None] | None = None,
+        **arguments: Any,
+    ) -> Any:
         """Result of ``op`` in the worker as plain containers.
 
         Raises ``WorkerError`` (``runtime.timeout``, ``memory.insufficient``, ``runtime.failed``)
@@ -82,8 +94,9 @@ class Worker:
                 self.kill()
             raise
 
-    def _await_reply(self, op: str, deadline: float, timeout: float, memory_bytes: int | None,
-                     on_event: Callable[[Any], None] | None) -> Any:
+    def _await_reply(
+        self, op: str, deadline: float, timeout: float, memory_bytes: int | None, on_event: Callable[[Any], None] | None
+    ) -> Any:
         assert self._socket is not None
         while True:
             ready, _, _ = select.select([self._socket], [], [], TICK_S)
@@ -108,15 +121,17 @@ class Worker:
         used = self.resident_bytes()
         if used > memory_bytes:
             self.kill()
-            raise WorkerError(f"`{op}` used {used >> 20} MiB, over its limit of {memory_bytes >> 20} MiB, and was ended",
-                              code="memory.insufficient")
+            raise WorkerError(
+                f"`{op}` used {used >> 20} MiB, its limit is {memory_bytes >> 20} MiB; it was ended",
+                code="memory.insufficient",
+            )
 
     def resident_bytes(self) -> int:
         """Resident memory of the worker in bytes, 0 when it does not run."""
         pid = self.pid
         if pid is None:
             return 0
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         try:
             return int(psutil.Process(pid).memory_info().rss)
@@ -134,8 +149,11 @@ class Worker:
         tail = self.log_tail()
         self.close()
         how = _describe_exit(code)
-        error = WorkerError(f"the worker process ended during `{op}` ({how})", code="runtime.failed",
-                            hints=[f"last output: {line}" for line in tail[-3:]])
+        error = WorkerError(
+            f"the worker process ended during `{op}` ({how})",
+            code="runtime.failed",
+            hints=[f"last output: {line}" for line in tail[-3:]],
+        )
         return error
 
     def log_tail(self, lines: int = 8) -> list[str]:
@@ -173,11 +191,19 @@ class Worker:
 
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
-    environment.update({
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
-        "OPENVINO_TELEMETRY_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error",
-    })
+    environment.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            "OPENVINO_TELEMETRY_DISABLE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+    )
     return environment
 
 

@@ -56,8 +56,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -70,14 +71,25 @@ class Session:
         stays behind."""
         if self._loaded and self._worker.pid is not None:
             return
-        answer = self._worker.call("load", timeout=WORKER.load_s, memory_bytes=free_memory(),
-                                   backend=self.verdict.backend, case=case_message(self.package, self._case))
+        answer = self._worker.call(
+            "load",
+            timeout=WORKER.load_s,
+            memory_bytes=free_memory(),
+            backend=self.verdict.backend,
+            case=case_message(self.package, self._case),
+        )
         self.binding = wire.rebuild(answer["binding"], BindingReport)
         self.dtype, self.recipe, self.load_s = answer["dtype"], answer["recipe"], answer["load_s"]
         self._loaded = True
 
-    def run(self, inputs: dict[str, Any], sampling: Sampling | None = None, options: dict[str, Any] | None = None,
-            emit: Callable[[str], None] | None = None, timeout: float = WORKER.run_s) -> Result:
+    def run(
+        self,
+        inputs: dict[str, Any],
+        sampling: Sampling | None = None,
+        options: dict[str, Any] | None = None,
+        emit: Callable[[str], None] | None = None,
+        timeout: float = WORKER.run_s,
+    ) -> Result:
         """Result of one request. ``inputs`` by port name of the task's contract; ``emit`` receives
         text as it is generated. Raises ``InputError`` for input that does not fit, ``WorkerError``
         when the worker dies or ``timeout`` seconds pass."""
@@ -100,8 +112,15 @@ class Session:
         """Identity of what computes here."""
         build = registry.get(self.verdict.backend).describe()
         recipe = getattr(output, "recipe", "") or self.recipe
-        return Executed(self._case.artifact.id, self._digest, self.verdict.backend, build.version, self._case.device,
-                        self.dtype, recipe)
+        return Executed(
+            self._case.artifact.id,
+            self._digest,
+            self.verdict.backend,
+            build.version,
+            self._case.device,
+            self.dtype,
+            recipe,
+        )
 
     def close(self) -> None:
         """Unloads and ends the worker; may be called twice."""
@@ -109,8 +128,16 @@ class Session:
         self._worker.close()
 
 
-def load(path: str, task: str | None = None, *, artifact: str | None = None, backend: str | None = None,
-         device: str = "cpu", options: dict[str, Any] | None = None, on_progress: Progress | None = None) -> Session:
+def load(
+    path: str,
+    task: str | None = None,
+    *,
+    artifact: str | None = None,
+    backend: str | None = None,
+    device: str = "cpu",
+    options: dict[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Session:
     """Session on the best supported case of the package at ``path`` (a path or store name).
 
     ``task`` None takes chat where offered, else the first task of the package. Cases are asked in
@@ -138,8 +165,15 @@ def load(path: str, task: str | None = None, *, artifact: str | None = None, bac
     return session
 
 
-def _first_supported(judge: Judge, package: Package, task: str, artifact: str | None, names: list[str], device: str,
-                     options: dict[str, Any]) -> tuple[Case, Verdict, str]:
+def _first_supported(
+    judge: Judge,
+    package: Package,
+    task: str,
+    artifact: str | None,
+    names: list[str],
+    device: str,
+    options: dict[str, Any],
+) -> tuple[Case, Verdict, str]:
     refused: list[Verdict] = []
     cases = list(cases_of(package, select_artifacts(package, artifact), task, device, options))
     pairs = [(case, name) for case in cases for name in names]
@@ -150,8 +184,11 @@ def _first_supported(judge: Judge, package: Package, task: str, artifact: str | 
         verdict = judge.verdict(package, case, name)
         if verdict.status is VerdictStatus.SUPPORTED and verdict.admission is not Admission.INSUFFICIENT_MEMORY:
             rivals = sum(1 for m in measured if m is not None)
-            why = f"best of {rivals} measured cases" if measured[index] is not None else (
-                "first supported in the stated prior; nothing measured (`turnout check --execute` measures)")
+            why = (
+                f"best of {rivals} measured cases"
+                if measured[index] is not None
+                else ("first supported in the stated prior; nothing measured (`turnout check --execute` measures)")
+            )
             if len(names) == 1:
                 why = "asked for"
             return case, verdict, why
@@ -173,20 +210,26 @@ def _refusal(package: Package, task: str, refused: list[Verdict]) -> NotSupporte
     ranked = rank(refused)
     large = next((v for v in ranked if v.status is VerdictStatus.SUPPORTED), None)
     if large is not None:
-        return MemoryAdmissionError(f"`{package.source}` is supported by {large.backend} but does not fit memory now: "
-                                    f"{large.admission_detail}", hints=["free memory or choose a smaller artifact"])
+        return MemoryAdmissionError(
+            f"`{package.source}` is supported by {large.backend} but does not fit memory now: {large.admission_detail}",
+            hints=["free memory or choose a smaller artifact"],
+        )
     closest = [v for v in ranked if v.reasons or v.unknowns]
     lines = [f"  {v.backend} ({v.artifact}): {v.status}: {_first_reason(v)}" for v in _telling(closest)]
     hints = [f"{m.text}" for v in closest[:1] for m in v.remedies[:3]]
     code = _first_code(closest)
-    return NotSupportedError("\n".join([f"nothing here runs `{package.source}` for `{task}`", *lines]), code=code,
-                             hints=[*hints, f"`turnout check {package.source} --task {task}` shows every reason"])
+    return NotSupportedError(
+        "\n".join([f"nothing here runs `{package.source}` for `{task}`", *lines]),
+        code=code,
+        hints=[*hints, f"`turnout check {package.source} --task {task}` shows every reason"],
+    )
 
 
 def _telling(verdicts: list[Verdict]) -> list[Verdict]:
     """Verdicts of backends that read the format, or all when none does."""
-    reading = [v for v in verdicts if not any(r.code == "artifact.missing" and " reads " in r.message
-                                              for r in v.reasons)]
+    reading = [
+        v for v in verdicts if not any(r.code == "artifact.missing" and " reads " in r.message for r in v.reasons)
+    ]
     return (reading or verdicts)[:6]
 
 
@@ -212,4 +255,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
