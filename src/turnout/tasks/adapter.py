@@ -36,6 +36,7 @@ ADAPTERS = {
     Task.RERANK: "turnout.tasks.language:RerankAdapter",
     Task.TOKEN_CLASSIFICATION: "turnout.tasks.language:TokenClassificationAdapter",
     Task.FILL_MASK: "turnout.tasks.language:FillMaskAdapter",
+    Task.QUESTION_ANSWERING: "turnout.tasks.language:QuestionAnsweringAdapter",
     Task.IMAGE_CLASSIFICATION: "turnout.tasks.vision:ImageClassificationAdapter",
     Task.VAD: "turnout.tasks.audio:VoiceActivityAdapter",
     Task.TENSOR: "turnout.tasks.numeric:TensorAdapter",
