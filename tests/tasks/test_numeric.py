@@ -37,9 +37,20 @@ def booster(**settings: Any) -> Artifact:
     return Artifact("xgboost:m.json", ArtifactKind.XGBOOST, "m.json", recipe=Recipe("tabular", settings))
 
 
-@pytest.mark.parametrize(("spelling", "name"), [
-    ("FLOAT", "float32"), ("tensor(float)", "float32"), ("f16", "float16"), ("INT64", "int64"), ("i32", "int32"),
-    ("tensor(string)", "str"), ("boolean", "bool"), ("bfloat16", None), ("seq(tensor(float))", None)])
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("FLOAT", "float32"),
+        ("tensor(float)", "float32"),
+        ("f16", "float16"),
+        ("INT64", "int64"),
+        ("i32", "int32"),
+        ("tensor(string)", "str"),
+        ("boolean", "bool"),
+        ("bfloat16", None),
+        ("seq(tensor(float))", None),
+    ],
+)
 def test_numpy_dtype(spelling: str, name: str | None) -> None:
     assert numpy_dtype(spelling) == name
 
@@ -50,12 +61,16 @@ def test_tensors_pass_through_by_name() -> None:
     np.testing.assert_array_equal(out.tensors["y"], np.full((3, 2), 2, np.float32))
 
 
-@pytest.mark.parametrize(("tensors", "words"), [
-    ({"z": np.ones((1, 2), np.float32)}, ["no input `z`", "input `x` is not given", "input `k` is not given"]),
-    ({"x": np.ones((1, 2)), "k": np.ones(1, np.int64)}, ["`x` is float64, expected float32"]),
-    ({"x": np.ones((1, 3), np.float32), "k": np.ones(1, np.int64)}, ["axis 1 of `x` is 3, expected 2"]),
-    ({"x": np.ones(2, np.float32), "k": np.ones(1, np.int64)}, ["has 1 axes [2], expected 2"]),
-    ({"x": np.ones((4, 2), np.float32), "k": np.ones(3, np.int64)}, ["(batch) of `k` is 3, but 4 in `x`"])])
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"z": np.ones((1, 2), np.float32)}, ["no input `z`", "input `x` is not given", "input `k` is not given"]),
+        ({"x": np.ones((1, 2)), "k": np.ones(1, np.int64)}, ["`x` is float64, expected float32"]),
+        ({"x": np.ones((1, 3), np.float32), "k": np.ones(1, np.int64)}, ["axis 1 of `x` is 3, expected 2"]),
+        ({"x": np.ones(2, np.float32), "k": np.ones(1, np.int64)}, ["has 1 axes [2], expected 2"]),
+        ({"x": np.ones((4, 2), np.float32), "k": np.ones(3, np.int64)}, ["(batch) of `k` is 3, but 4 in `x`"]),
+    ],
+)
 def test_every_misfit_of_a_tensor_is_named(tensors: dict[str, Any], words: list[str]) -> None:
     ports = GraphPort("x", "float32", ["batch", 2]), GraphPort("k", "int64", ["batch"])
     with pytest.raises(InputError) as caught:
@@ -66,11 +81,15 @@ def test_every_misfit_of_a_tensor_is_named(tensors: dict[str, Any], words: list[
     assert "x float32[batch, 2], k int64[batch]" in caught.value.hints[0]
 
 
-@pytest.mark.parametrize(("columns", "word"), [
-    (FOUR[:3], "missing columns: `petal width`"),
-    ([*FOUR, "colour"], "columns the model does not know: `colour`"),
-    ([FOUR[1], FOUR[0], *FOUR[2:]], "column 1 is `sepal width`, the model has `sepal length` there"),
-    ([*FOUR[:3], FOUR[0]], "repeated columns: `sepal length`")])
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [
+        (FOUR[:3], "missing columns: `petal width`"),
+        ([*FOUR, "colour"], "columns the model does not know: `colour`"),
+        ([FOUR[1], FOUR[0], *FOUR[2:]], "column 1 is `sepal width`, the model has `sepal length` there"),
+        ([*FOUR[:3], FOUR[0]], "repeated columns: `sepal length`"),
+    ],
+)
 def test_columns_are_refused_by_name(columns: list[str], word: str) -> None:
     adapter = TabularClassificationAdapter("", booster(features=FOUR), {})
     with pytest.raises(InputError, match="model") as caught:
@@ -85,9 +104,16 @@ def test_count_is_held_where_there_are_no_names() -> None:
             TabularClassificationAdapter("", artifact, {}).run(table_request(FOUR[:3], [1, 2, 3]), lambda t: t)
 
 
-@pytest.mark.parametrize(("cell", "missing", "word"), [
-    ("red", True, "`red` is not a number"), ("", False, "is empty"), ("nan", False, "is empty"),
-    ("inf", True, "is not finite"), ([1], True, "is not a number")])
+@pytest.mark.parametrize(
+    ("cell", "missing", "word"),
+    [
+        ("red", True, "`red` is not a number"),
+        ("", False, "is empty"),
+        ("nan", False, "is empty"),
+        ("inf", True, "is not finite"),
+        ([1], True, "is not a number"),
+    ],
+)
 def test_a_bad_cell_is_named(cell: Any, missing: bool, word: str) -> None:
     with pytest.raises(InputError, match=word) as caught:
         parse_number(cell, "age", 7, missing)
@@ -105,12 +131,16 @@ def test_empty_cells_reach_a_booster_as_nan() -> None:
     assert seen["X"][0, 0] == 1.5 and np.isnan(seen["X"][0, 1])
 
 
-@pytest.mark.parametrize("outputs", [
-    {"output_label": np.array([1, 0]), "output_probability": [{0: 0.25, 1: 0.75}, {0: 1.0, 1: 0.0}]},
-    {"label": np.array([1, 0]), "probabilities": np.array([[0.25, 0.75], [1.0, 0.0]], np.float32)},
-    {"output_label": np.array([1, 0]), "i0": np.array([0.25, 1.0]), "i1": np.array([0.75, 0.0])},
-    {"label": np.array([1, 0]), "probability": np.array([0.75, 0.0])},
-    {"probabilities": np.array([[0.25, 0.75], [1.0, 0.0]])}])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"output_label": np.array([1, 0]), "output_probability": [{0: 0.25, 1: 0.75}, {0: 1.0, 1: 0.0}]},
+        {"label": np.array([1, 0]), "probabilities": np.array([[0.25, 0.75], [1.0, 0.0]], np.float32)},
+        {"output_label": np.array([1, 0]), "i0": np.array([0.25, 1.0]), "i1": np.array([0.75, 0.0])},
+        {"label": np.array([1, 0]), "probability": np.array([0.75, 0.0])},
+        {"probabilities": np.array([[0.25, 0.75], [1.0, 0.0]])},
+    ],
+)
 def test_every_shape_of_classifier_output(outputs: dict[str, Any]) -> None:
     adapter = TabularClassificationAdapter("", graph_artifact(GraphPort("X", "float32", [None, 2])), {})
     out = adapter.run(table_request(["a", "b"], [1, 2], [3, 4]), lambda tensors: outputs)

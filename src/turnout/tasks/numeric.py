@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 MISSING_BY_DESIGN = frozenset({ArtifactKind.XGBOOST, ArtifactKind.LIGHTGBM, ArtifactKind.CATBOOST})
 
 _NUMPY_NAMES = {
-    "float": "float32", "float32": "float32", "f32": "float32",
-    "double": "float64", "float64": "float64", "f64": "float64",
-    "float16": "float16", "half": "float16", "f16": "float16",
-    "bool": "bool", "boolean": "bool", "string": "str",
+    "float": "float32",
+    "float32": "float32",
+    "f32": "float32",
+    "double": "float64",
+    "float64": "float64",
+    "f64": "float64",
+    "float16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "bool": "bool",
+    "boolean": "bool",
+    "string": "str",
     **{f"{kind}int{bits}": f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)},
     **{f"{short}{bits}": f"{kind}int{bits}" for short, kind in (("i", ""), ("u", "u")) for bits in (8, 16, 32, 64)},
 }
@@ -39,7 +47,7 @@ def numpy_dtype(port_dtype: str) -> str | None:
     ``tensor(float)``, ``f32``); ``str`` for strings; None for what NumPy has no type for."""
     name = port_dtype.strip().lower()
     if name.startswith("tensor(") and name.endswith(")"):
-        name = name[len("tensor("):-1]
+        name = name[len("tensor(") : -1]
     return _NUMPY_NAMES.get(name)
 
 
@@ -77,8 +85,11 @@ def check_tensors(tensors: dict[str, NDArray[Any]], ports: Sequence[GraphPort]) 
         if name in by_name:
             problems += _tensor_problems(by_name[name], array, symbols)
     if problems:
-        raise InputError("the tensors do not fit the graph: " + "; ".join(problems), code="graph.io_mismatch",
-                         hints=["it takes: " + ", ".join(describe_port(port) for port in ports)])
+        raise InputError(
+            "the tensors do not fit the graph: " + "; ".join(problems),
+            code="graph.io_mismatch",
+            hints=["it takes: " + ", ".join(describe_port(port) for port in ports)],
+        )
 
 
 def describe_port(port: GraphPort) -> str:
@@ -143,23 +154,36 @@ class TableSchema:
         """Raises ``InputError`` unless the columns are the features, by name, in order."""
         if not self.features:
             if self.count is not None and len(columns) != self.count:
-                raise _column_error(f"the table has {len(columns)} columns, the model takes {self.count} features",
-                                    columns, self.features)
+                raise _column_error(
+                    f"the table has {len(columns)} columns, the model takes {self.count} features",
+                    columns,
+                    self.features,
+                )
             return
         lacking = [name for name in self.features if name not in columns]
         extra = [name for name in columns if name not in self.features]
         repeated = sorted({name for name in columns if list(columns).count(name) > 1})
-        problems = [f"{text}: " + ", ".join(f"`{name}`" for name in names)
-                    for text, names in (("missing columns", lacking), ("columns the model does not know", extra),
-                                        ("repeated columns", repeated)) if names]
+        problems = [
+            f"{text}: " + ", ".join(f"`{name}`" for name in names)
+            for text, names in (
+                ("missing columns", lacking),
+                ("columns the model does not know", extra),
+                ("repeated columns", repeated),
+            )
+            if names
+        ]
         if problems:
-            raise _column_error("the table does not fit the model's features: " + "; ".join(problems), columns,
-                                self.features)
+            raise _column_error(
+                "the table does not fit the model's features: " + "; ".join(problems), columns, self.features
+            )
         if tuple(columns) != self.features:
             place = next(i for i, (a, b) in enumerate(zip(columns, self.features, strict=True)) if a != b)
             raise _column_error(
                 f"the table's columns are in another order than the model's features: column {place + 1} is "
-                f"`{columns[place]}`, the model has `{self.features[place]}` there", columns, self.features)
+                f"`{columns[place]}`, the model has `{self.features[place]}` there",
+                columns,
+                self.features,
+            )
 
 
 def _column_error(message: str, columns: Sequence[str], features: Sequence[str]) -> InputError:
@@ -191,8 +215,10 @@ def parse_number(text: Any, column: str, row: int, missing: bool) -> float:
     if value is None:
         raise InputError(f"row {row}, column `{column}`: `{text}` is not a number", code="tensor.dtype_unsupported")
     if math.isnan(value) and not missing:
-        raise InputError(f"row {row}, column `{column}` is empty, and this model takes no missing values",
-                         code="tensor.dtype_unsupported")
+        raise InputError(
+            f"row {row}, column `{column}` is empty, and this model takes no missing values",
+            code="tensor.dtype_unsupported",
+        )
     if math.isinf(value):
         raise InputError(f"row {row}, column `{column}`: `{text}` is not finite", code="tensor.dtype_unsupported")
     return value
@@ -227,8 +253,13 @@ class _TableAdapter:
         dtype = numpy_dtype(port.dtype) or "float32"
         if dtype == "str":
             return {port.name: np.array([[str(value) for value in row] for row in rows], dtype=object)}
-        values = [[parse_number(value, column, number, self.schema.missing)
-                   for column, value in zip(columns, row, strict=True)] for number, row in enumerate(rows, 1)]
+        values = [
+            [
+                parse_number(value, column, number, self.schema.missing)
+                for column, value in zip(columns, row, strict=True)
+            ]
+            for number, row in enumerate(rows, 1)
+        ]
         return {port.name: np.array(values, dtype=dtype)}  # [num_rows, num_features]
 
     def _by_column(self, columns: list[str], rows: list[Any]) -> dict[str, Any]:
@@ -241,8 +272,10 @@ class _TableAdapter:
             if dtype == "str":
                 column = np.array([str(row[index]) for row in rows], dtype=object)
             else:
-                column = np.array([parse_number(row[index], name, number, self.schema.missing)
-                                   for number, row in enumerate(rows, 1)], dtype=dtype)
+                column = np.array(
+                    [parse_number(row[index], name, number, self.schema.missing) for number, row in enumerate(rows, 1)],
+                    dtype=dtype,
+                )
             shape = ports[name].shape
             inputs[name] = column if shape is not None and len(shape) == 1 else column[:, None]  # [num_rows, 1]
         return inputs
@@ -295,8 +328,9 @@ def _are_probabilities(scores: NDArray[np.floating[Any]]) -> bool:
     return bool(((scores >= 0) & (scores <= 1 + 1e-6)).all() and (abs(scores.sum(axis=1) - 1) < 1e-3).all())
 
 
-def _split_outputs(outputs: dict[str, Any], count: int,
-                   classes: list[Any]) -> tuple[list[Any] | None, list[Any], NDArray[np.floating[Any]] | None]:
+def _split_outputs(
+    outputs: dict[str, Any], count: int, classes: list[Any]
+) -> tuple[list[Any] | None, list[Any], NDArray[np.floating[Any]] | None]:
     """Labels, classes and scores [num_rows, num_classes] from a classifier's outputs.
 
     Three shapes of scores are told apart, as converters write them: one map per row (ZipMap), one
