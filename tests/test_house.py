@@ -55,7 +55,7 @@ ROOMS = {
     "onnx": {"turnout.backends.onnxruntime"},
     "onnxruntime_genai": {"turnout.backends.onnxruntime_genai"},
     "openvino": {"turnout.backends.openvino", "turnout.backends.openvino_genai"},
-    "openvino_genai": {"turnout.backends.openvino_genai"},
+    "openvino_genai": {"turnout.backends.openvino"},
     "openvino_tokenizers": {"turnout.backends.openvino", "turnout.backends.openvino_genai"},
     "ctranslate2": {"turnout.backends.ctranslate2"},
     "xgboost": {"turnout.backends.tabular"},
