@@ -35,7 +35,7 @@ _LAST_LINE = "exiting due to model loading error"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a native server is opened with. ``context`` in tokens; ``pooling`` is mean, cls, lasttoken, rank or '' (generate)."""
+    """What a server is opened with: ``context`` in tokens; ``pooling`` mean, cls, lasttoken, rank, or empty to generate."""
 
     context: int
     device: str = "cpu"
