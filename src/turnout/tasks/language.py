@@ -184,7 +184,7 @@ class EmbeddingsAdapter:
         self.modes = _modes(settings)
         self.normalize = bool(settings.get("normalize", False))
         self._chosen = options.get("pooling") is not None
-        self._lower = bool(settings.get("do_lower_case", False))
+        self._lower = bool(settings.get("lower_case", settings.get("do_lower_case", False)))
         length = settings.get("max_length") or settings.get("max_seq_length")
         self.encoder = TextEncoder(root, artifact, options, cut=True, limit=int(length) if length else None)
 
@@ -221,12 +221,16 @@ class EmbeddingsAdapter:
                 code="recipe.missing",
                 hints=["choose with `--option pooling=mean`"],
             )
+        if self._recipe.settings.get("dense"):
+            raise NotSupportedError(
+                "the recipe ends with a dense layer, which only sentence-transformers applies", code="recipe.conflict"
+            )
         hidden = output_of(outputs, HIDDEN_OUTPUTS, 3)
         return np.concatenate([pool(hidden, mask, mode) for mode in self.modes], axis=1)
 
     def _prompt(self, request: Request) -> str:
         prompts = self._recipe.settings.get("prompts") or {}
-        name = request.options.get("prompt_name") or self._recipe.settings.get("default_prompt_name")
+        name = request.options.get("prompt_name") or self._recipe.settings.get("default_prompt")
         if not name:
             return ""
         if name not in prompts:
