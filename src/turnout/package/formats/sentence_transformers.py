@@ -1,0 +1,153 @@
+"""sentence-transformers directories: modules.json with a transformer and what pools its output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnout.package.facts import (
+    Artifact,
+    ArtifactKind,
+    ArtifactRef,
+    CodeNeed,
+    Component,
+    Fact,
+    Finding,
+    Severity,
+    Status,
+    Strength,
+    TaskEvidence,
+)
+from turnout.package.formats import transformers
+from turnout.package.formats.context import pooling_recipe, read_context
+from turnout.package.scan import ReadError, Scan, join, parent_of
+from turnout.types import Task
+
+LIBRARY = "sentence_transformers."
+MAIN = "config_sentence_transformers.json"
+
+
+def detect(scan: Scan) -> list[Artifact]:
+    """Directories with a modules.json, and cross-encoders that say so in their own config."""
+    found = []
+    for directory in scan.directories():
+        if scan.has(join(directory, "modules.json")) or _is_cross_encoder(scan, directory):
+            if scan.focus is None or scan.focus in (join(directory, "modules.json"), join(directory, MAIN)):
+                found.append(_artifact(scan, directory))
+    return found
+
+
+def _kind(scan: Scan, directory: str) -> str:
+    main = scan.json_object(join(directory, MAIN)) or {}
+    return str(main.get("model_type") or "SentenceTransformer")
+
+
+def _is_cross_encoder(scan: Scan, directory: str) -> bool:
+    config = scan.json_object(join(directory, "config.json")) or {}
+    if not isinstance(config.get("architectures"), list):
+        return False
+    return _kind(scan, directory) == "CrossEncoder" or isinstance(config.get("sentence_transformers"), dict)
+
+
+def _artifact(scan: Scan, directory: str) -> Artifact:
+    kind = _kind(scan, directory)
+    if not scan.has(join(directory, "modules.json")):
+        kind = "CrossEncoder"
+    artifact = Artifact(f"sentence_transformers:{directory or '.'}", ArtifactKind.SENTENCE_TRANSFORMERS, directory)
+    artifact.facts["model_type"] = Fact(kind, join(directory, MAIN), Strength.CONFIG)
+    inner = _modules(scan, directory, artifact)
+    _take_inner(scan, inner, artifact)
+    findings: list[Finding] = []
+    artifact.recipe = pooling_recipe(scan, directory, findings)
+    artifact.findings += [f for f in findings if f not in artifact.findings]
+    _check_recipe(artifact, directory, kind)
+    for name in ("modules.json", MAIN, "sentence_bert_config.json"):
+        if scan.has(join(directory, name)):
+            artifact.files.append(join(directory, name))
+    task = {"CrossEncoder": Task.RERANK}.get(kind, Task.EMBEDDINGS)
+    artifact.tasks = [TaskEvidence(task, join(directory, "modules.json"), Strength.CONFIG)]
+    artifact.files = list(dict.fromkeys(artifact.files))
+    artifact.size_bytes = scan.size_of(artifact.files)
+    return artifact
+
+
+def _modules(scan: Scan, directory: str, artifact: Artifact) -> str:
+    """Reads the manifest into components; directory of the transformer module."""
+    rel = join(directory, "modules.json")
+    if not scan.has(rel):
+        return directory
+    try:
+        modules = scan.json(rel)
+    except ReadError as error:
+        artifact.findings.append(error.finding)
+        return directory
+    inner = directory
+    if not isinstance(modules, list):
+        artifact.findings.append(Finding("config.invalid", Severity.ERROR, f"`{rel}` is not a list of modules", rel))
+        return directory
+    for module in modules:
+        if isinstance(module, dict):
+            place = _module(scan, directory, module, artifact)
+            if str(module.get("type", "")).endswith(".Transformer") and place is not None:
+                inner = place
+    return inner
+
+
+def _module(scan: Scan, directory: str, module: dict[str, Any], artifact: Artifact) -> str | None:
+    kind, path = str(module.get("type", "")), str(module.get("path", ""))
+    rel = join(directory, "modules.json")
+    component = Component(kind.rsplit(".", 1)[-1] or "module", Status.PRESENT, "sentence_transformers", kind)
+    artifact.components.append(component)
+    if not kind.startswith(LIBRARY):
+        component.code = artifact.code = CodeNeed.REQUIRED
+        artifact.findings.append(Finding("code.required", Severity.WARNING, f"module `{kind}` is not part of sentence-transformers",
+                                         rel, kind, f"{LIBRARY}*"))
+    try:
+        place = scan.refer(directory, path)
+    except ReadError as error:
+        artifact.findings.append(error.finding)
+        return None
+    component.path = place
+    files = [f for f in scan.entries if parent_of(f) == place] if place != directory else []
+    component.files = files
+    artifact.files += files
+    needs_folder = component.role in ("Pooling", "Dense", "Transformer")
+    if needs_folder and not scan.has(join(place, "config.json")):
+        component.status = Status.MISSING
+        artifact.findings.append(Finding("component.missing", Severity.ERROR, f"module `{component.role}` has no `{join(place, 'config.json')}`",
+                                         join(place, "config.json"), "absent", "the module's configuration"))
+    return place
+
+
+def _take_inner(scan: Scan, inner: str, artifact: Artifact) -> None:
+    """Takes weights, tokenizer and architecture from the transformer module's directory."""
+    found = next((a for a in transformers.detect_in(scan, inner)), None)
+    if found is None:
+        context = read_context(scan, inner)
+        transformers.attach(artifact, context)
+        if not any(f.code.startswith(("artifact", "component")) for f in artifact.findings):
+            artifact.findings.append(Finding("artifact.missing", Severity.ERROR, "the transformer module has no weights", inner or ".",
+                                             "no weights", "model.safetensors"))
+        return
+    artifact.tensors, artifact.architecture, artifact.tokenizer = found.tensors, found.architecture, found.tokenizer
+    artifact.licence, artifact.quantization, artifact.labels = found.licence, found.quantization, found.labels
+    artifact.files += found.files
+    artifact.findings += [f for f in found.findings if not f.code.startswith("template.") and f.code != "recipe.assumed"
+                          and f not in artifact.findings]
+    if found.code is CodeNeed.FORBIDDEN:
+        artifact.code = CodeNeed.FORBIDDEN
+    artifact.depends_on.append(ArtifactRef("transformer", found.id, resolved=True))
+
+
+def _check_recipe(artifact: Artifact, directory: str, kind: str) -> None:
+    if kind != "SentenceTransformer":
+        return
+    rel = join(directory, "modules.json")
+    if artifact.recipe is None:
+        if not any(f.severity is Severity.ERROR for f in artifact.findings) and not any(c.code is CodeNeed.REQUIRED for c in artifact.components):
+            artifact.findings.append(Finding("recipe.missing", Severity.ERROR, "modules.json has no pooling module", rel))
+        return
+    dimension = artifact.recipe.settings.get("dimension")
+    width = artifact.architecture.dims.get("hidden_size") if artifact.architecture else None
+    if dimension is not None and width is not None and dimension != width:
+        artifact.findings.append(Finding("recipe.conflict", Severity.ERROR, "pooling is configured for another width than the encoder has",
+                                         rel, f"pooling dimension {dimension}", f"encoder width {width}"))
