@@ -215,7 +215,7 @@ def _class_of(case: Case, config: Any) -> Any:
 
 def check_tokenizer(plan: LoadPlan) -> None:
     """Builds the library's tokenizer where the task generates text. Raises ``LoadError``."""
-    if plan.case.task in models.GENERATING and plan.case.artifact.kind is not ArtifactKind.GGUF:
+    if plan.case.task in models.GENERATING:
         from turnout.backends.transformers_sessions import auto_tokenizer
 
         auto_tokenizer(plan)

@@ -8,20 +8,21 @@ from typing import Any
 from turnout.backends import transformers_models as models
 from turnout.backends.base import Case, Kind, Requirement, met, unmet
 from turnout.errors import LoadError
-from turnout.package.facts import Artifact, ArtifactKind
-from turnout.package.inspect import inspect
+from turnout.package.facts import Artifact
+from turnout.package.formats.transformers import detect_in
+from turnout.package.scan import Scan
 
 PREFIX = "base_model.model."
 
 
 def base_case(case: Case, base: str) -> Case:
     """The case of the base model alone. Raises ``LoadError`` when there is no Transformers model."""
-    package = inspect(base)
-    found = next((a for a in package.artifacts if a.kind is ArtifactKind.TRANSFORMERS), None)
+    scan = Scan.of(base)
+    found = next(iter(detect_in(scan, "")), None)
     if found is None:
         raise LoadError(f"`{base}` holds no Transformers model", code="adapter.base_missing")
     options = {name: value for name, value in case.options.items() if name != "base"}
-    return replace(case, root=package.root, artifact=found, options=options)
+    return replace(case, root=str(scan.root), artifact=found, options=options)
 
 
 def adapter_checks(case: Case, base: str) -> list[Requirement]:

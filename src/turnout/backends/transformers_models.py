@@ -69,6 +69,7 @@ def quiet() -> None:
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when the bars are first imported
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -39,6 +39,8 @@ def directory_requirements(case: Case) -> list[Requirement]:
         found += _task_class(case, config)
         if case.task == Task.TIME_SERIES:
             found += time_series(case, config)
+    if case.task == Task.ASR:
+        found += _extractor(case)
     if case.task == Task.EMBEDDINGS and case.artifact.recipe and case.artifact.recipe.settings.get("dense"):
         message = "the recipe ends with a dense layer, which only sentence-transformers applies"
         found.append(unmet(Kind.RECIPE, "recipe.conflict", message, observed="dense layer", expected="pooling alone"))
@@ -338,6 +340,17 @@ def time_series(case: Case, config: Any) -> list[Requirement]:
             code, expected = "option.unsupported", str(context + lag)
             found.append(unmet(Kind.SHAPE, code, message, observed=str(given), expected=expected, where="history"))
     return found or [met("recipe.covariates", Kind.RECIPE, case.task, "none needed")]
+
+
+def _extractor(case: Case) -> list[Requirement]:
+    """Whether the package says how sound becomes features."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    if any((Path(models.folder(case)) / name).is_file() for name in names):
+        return [met("component.extractor", Kind.COMPONENT, case.task)]
+    message = "the package has no feature extractor"
+    remedy = Remedy(Action.ADD_FILE, "add `preprocessor_config.json`")
+    code, expected = "component.missing", " or ".join(names)
+    return [unmet(Kind.COMPONENT, code, message, observed="none", expected=expected, remedies=[remedy])]
 
 
 # ---- adapters --------------------------------------------------------------------------
