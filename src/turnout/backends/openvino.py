@@ -184,7 +184,7 @@ def to_port(value: Any, element: Any, shape: Any, name: str) -> Any:
 def _fits(given: tuple[int, ...], shape: Any) -> bool:
     if shape.rank.is_dynamic:
         return True
-    return len(given) == len(shape) and all(dim.compatible(size) for dim, size in zip(shape, given, strict=True))
+    return len(given) == len(shape) and all(dim.is_dynamic or dim.get_length() == size for dim, size in zip(shape, given, strict=True))
 
 
 def from_port(tensor: Any) -> Any:

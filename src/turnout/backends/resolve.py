@@ -104,6 +104,9 @@ def judge(
     remedies = [m for r in unmet for m in r.remedies] + [m for e in failed for m in e.remedies]
     unknowns = [r.reason for r in assessment.requirements if r.state is State.UNKNOWN and r.reason]
     unknowns += [reason for e in errors for reason in e.reasons]
+    measurements = _measurements(recorded)
+    if "load_s" in measurements:
+        estimates.load_s = measurements["load_s"]
     return Verdict(
         artifact=case.artifact.id,
         kind=case.artifact.kind,
@@ -118,7 +121,7 @@ def judge(
         notes=assessment.notes,
         estimates=estimates,
         plan=assessment.plan,
-        measurements=_measurements(recorded),
+        measurements=measurements,
     )
 
 

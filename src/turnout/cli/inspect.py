@@ -128,7 +128,7 @@ def _quantization(artifact: Artifact) -> str:
         found.method,
         f"{found.bits:g} bits" if found.bits else "",
         f"groups of {found.group_size}" if found.group_size else "",
-        _pairs(found.tensor_types),
+        found.packing or "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -415,8 +415,9 @@ class Artifact:
     size_bytes: int = 0
 
     def task_ids(self) -> list[str]:
-        """Ids of the evidenced tasks, strongest source first, without repeats."""
-        ordered = sorted(self.tasks, key=lambda t: -int(t.strength))
+        """Ids of the evidenced tasks, strongest source first, without repeats; raw tensors, which
+        any graph gives, come last."""
+        ordered = sorted(self.tasks, key=lambda t: (t.task == "tensor", -int(t.strength)))
         return list(dict.fromkeys(t.task for t in ordered))
 
 
