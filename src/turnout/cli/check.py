@@ -140,13 +140,15 @@ def _seen(reason: Reason, first: bool) -> str:
             ],
         )
     )
-    if first and not facts:
-        return ""
+    told = all(text in reason.message for text in (reason.observed, reason.expected))
+    if first and (told or not facts):
+        return ""  # the table's line says it all
     return f"  {reason.code}: {printer.one_line(reason.message)}{f' ({printer.one_line(facts)})' if facts else ''}"
 
 
 def _remedy(remedy: Remedy) -> str:
-    command = f": `{shlex.join(remedy.argv)}`" if remedy.argv else ""
+    line = shlex.join(remedy.argv or [])
+    command = f": `{line}`" if line and line not in remedy.text else ""
     changes = [word for word, flag in (("numbers", remedy.changes_numerics), ("trust", remedy.changes_trust)) if flag]
     cost = [
         printer.size(remedy.cost.bytes) if remedy.cost.bytes else "",

@@ -69,7 +69,8 @@ def _facts(artifact: Artifact) -> Iterator[tuple[str, str]]:
         yield "quantization", _quantization(artifact)
     if artifact.graph is not None:
         graph = artifact.graph
-        yield "graph", f"{sum(graph.ops.values())} nodes, opsets {_pairs(graph.opsets)}" if graph.ops else ""
+        opsets = f", opsets {_pairs(graph.opsets)}" if graph.opsets else ""
+        yield "graph", f"{sum(graph.ops.values())} nodes{opsets}" if graph.ops else ""
         yield "inputs", _ports(graph.inputs)
         yield "outputs", _ports(graph.outputs)
     yield "tasks", ", ".join(artifact.task_ids())
