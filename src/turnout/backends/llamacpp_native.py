@@ -35,7 +35,7 @@ _LAST_LINE = "exiting due to model loading error"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a server is opened with: ``context`` in tokens; ``pooling`` mean, cls, lasttoken, rank, or empty to generate."""
+    """What a server is opened with: ``context`` in tokens; ``pooling`` mean, cls, lasttoken, rank, or empty."""
 
     context: int
     device: str = "cpu"

@@ -271,7 +271,8 @@ def tasks_of(artifact: Artifact) -> None:
     if architecture is None:
         return
     source = f"{architecture.source}#/architectures"
-    for name in architecture.class_names:
+    automatic = [n for n in architecture.auto_map if n.startswith("AutoModel")]
+    for name in [*architecture.class_names, *automatic]:
         for task in _class_tasks(name, artifact):
             artifact.tasks.append(TaskEvidence(task, source, Strength.CONFIG, name))
     _pooled(artifact)
