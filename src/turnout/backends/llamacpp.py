@@ -1,7 +1,7 @@
 """llama.cpp over GGUF files: generation, chat, embeddings, ranking.
 
-What llama.cpp can say is asked of it: its answer about architecture, sizes and vocabulary comes from
-a copy of the file's metadata without weights, its tensor types from the library's own list.
+What llama.cpp can say is asked of it: its answer about architecture, vocabulary and tensors comes from a
+stand-in without weights (``llamacpp_ask``), its tensor types from the library's own list.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from turnout.backends.base import (
 from turnout.backends.llamacpp_case import (
     asked,
     context_of,
-    damaged,
     has_rank_head,
     main_type,
     pooling_of,
+    readable_header,
     required_model,
     requirements_of,
     template_of,
@@ -45,7 +45,7 @@ from turnout.tasks.language import pooling_recipe
 from turnout.types import Request, Sampling, Task
 
 GENERATING = frozenset({Task.TEXT_GENERATION, Task.CHAT})
-# Above this many bytes a dry load asks with the metadata only; mapping the weights would read them.
+# Above this many bytes a dry load only asks with the stand-in: mapping the weights would read them.
 DRY_LOAD_BYTES = 2 << 30
 
 
@@ -81,16 +81,16 @@ class LlamaCppBackend:
         return list(dict.fromkeys(["cpu", *(found.group().lower() for found in names if found and found.group())]))
 
     def requirements(self, case: Case) -> list[Requirement]:
-        """Options, metadata (architecture, sizes, vocabulary), tensor types, and the task's own parts."""
+        """Options, tensor types, llama.cpp's answer to the stand-in, and the task's own parts."""
         return requirements_of(case)
 
     def inquire(self, case: Case) -> list[Evidence]:
-        """llama.cpp's answer to the metadata, as evidence."""
+        """llama.cpp's answer to the stand-in, as evidence."""
         try:
             model = required_model(case)
         except TurnoutError:
             return []  # said among the requirements
-        if damaged(model.artifact):
+        if not readable_header(model.artifact):
             return []
         reason = asked(model)
         if reason is None:
@@ -107,17 +107,16 @@ class LlamaCppBackend:
         return LoadPlan(case, self.name, f"llama.cpp {architecture}", main_type(artifact), list(artifact.files), recipe)
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
-        """Binds every tensor with a context of a few tokens; the mapped weights are hardly read.
-
-        Beyond ``DRY_LOAD_BYTES`` only the metadata is put to llama.cpp.
-        """
+        """Binds every tensor, with a small context. Beyond ``DRY_LOAD_BYTES`` the answer to the stand-in
+        stands for it: it binds the same names and shapes, and opens no context."""
         case = plan.case
         model = required_model(case)
         if model.artifact.tensors.total_bytes > DRY_LOAD_BYTES:
             reason = asked(model)
             if reason is not None:
                 return Evidence(EvidenceLevel.DRY_LOADED, Outcome.FAIL, [reason])
-            return passed(EvidenceLevel.INQUIRED, log="the weights are too large to be mapped for a question alone")
+            count = len(model.artifact.tensors.tensors)
+            return passed(EvidenceLevel.DRY_LOADED, binding=BindingReport(loaded=count))
         try:
             session = self._open(plan, context=CONTEXT_STEP, repack=False)
         except NativeLoadError as error:

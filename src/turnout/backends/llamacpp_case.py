@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 
 from turnout.backends.admission import DEFAULT_CONTEXT
 from turnout.backends.base import Action, Case, Kind, Reason, Remedy, Requirement, State, met, unmet
-from turnout.backends.llamacpp_native import NativeLoadError, ask_metadata
+from turnout.backends.llamacpp_ask import ask
 from turnout.backends.requirements import truthy
 from turnout.errors import InputError, LoadError, TurnoutError
-from turnout.package.facts import Artifact, ArtifactKind, Severity
+from turnout.package.facts import Artifact, ArtifactKind
+from turnout.package.formats.gguf_tables import expected_tensors
 from turnout.package.inspect import inspect
 from turnout.tasks.language import pooling_recipe
 from turnout.types import Task
@@ -19,6 +20,19 @@ from turnout.types import Task
 POOLINGS = ("mean", "cls", "lasttoken")
 # Tensors of llama.cpp's ranking heads (LLM_TENSOR_CLS, LLM_TENSOR_CLS_OUT).
 RANK_HEADS = ("cls.weight", "cls.output.weight")
+# Findings after which the tensor list is not the model's whole and true one.
+_INCOMPLETE = frozenset(
+    {
+        "artifact.corrupt",
+        "artifact.duplicate_tensor",
+        "artifact.lfs_pointer",
+        "artifact.missing",
+        "artifact.shard_missing",
+        "index.inconsistent",
+        "tensor.dtype_unsupported",
+    }
+)
+_ANSWERS: dict[tuple[str, int, int, int], Reason | None] = {}
 
 
 # ---- the model behind a case ---------------------------------------------------------------
@@ -86,29 +100,48 @@ def main_type(artifact: Artifact) -> str:
     return max(counts, key=lambda name: counts[name]) if counts else ""
 
 
-def damaged(artifact: Artifact) -> bool:
-    """Whether the reader refused the file itself, so that nothing native should open it."""
-    problems = [*artifact.findings, *artifact.tensors.problems]
-    return any(
-        f.code.split(".")[0] in ("artifact", "code") and f.severity in (Severity.ERROR, Severity.FATAL)
-        for f in problems
-    )
+def readable_header(artifact: Artifact) -> bool:
+    """Whether the reader got through the file's header; nothing native opens the file otherwise."""
+    return "kv" in artifact.facts
 
 
 def asked(model: Model) -> Reason | None:
-    """Why llama.cpp refuses the model's metadata, None if it does not; asked once per file."""
-    stat = os.stat(model.path)
-    return _ask_once(model.path, stat.st_size, stat.st_mtime_ns)
+    """Why llama.cpp refuses the model's metadata or tensor list, None if it does not; asked once per file.
+
+    Where a part of the model is missing, or a type is none of ggml's, the metadata alone is asked about.
+    """
+    artifact, stat = model.artifact, os.stat(model.path)
+    tensors = tuple(artifact.tensors.tensors.values())
+    problems = {f.code for f in (*artifact.findings, *artifact.tensors.problems)}
+    if problems & _INCOMPLETE:
+        tensors = ()
+    alignment = (artifact.facts["kv"].value or {}).get("general.alignment", 32)
+    key = (model.path, stat.st_size, stat.st_mtime_ns, len(tensors))
+    if key not in _ANSWERS:
+        try:
+            _ANSWERS[key] = ask(model.path, tensors, alignment)
+        except LoadError as error:
+            _ANSWERS[key] = Reason(error.code, error.message)
+    reason = _ANSWERS[key]
+    if reason is None:
+        return None
+    return _all_missing(replace(reason, where=artifact.entry), artifact)
 
 
-@lru_cache(maxsize=128)
-def _ask_once(path: str, size: int, mtime_ns: int) -> Reason | None:
-    try:
-        return ask_metadata(path)
-    except NativeLoadError as error:
-        return error.reason
-    except LoadError as error:
-        return Reason(error.code, error.message, where=os.path.basename(path))
+def _all_missing(reason: Reason, artifact: Artifact) -> Reason:
+    """llama.cpp names the first tensor it misses; the family's table, where there is one, names the rest."""
+    architecture = artifact.architecture
+    if reason.code != "tensor.missing" or architecture is None:
+        return reason
+    dims = architecture.dims
+    blocks, experts = dims.get("num_hidden_layers", 0), dims.get("num_experts", 0)
+    table = expected_tensors(architecture.model_type, blocks, experts) or []
+    missing = [name for name in table if name not in artifact.tensors.tensors]
+    if reason.expected not in missing:
+        return reason
+    first = ", ".join(f"`{name}`" for name in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return replace(reason, message=f"required tensors are in no file: {first}{more}", expected=missing[0])
 
 
 def template_of(case: Case, model: Artifact) -> str:
@@ -144,7 +177,7 @@ def pooling_of(case: Case, artifact: Artifact) -> str:
 
 
 def requirements_of(case: Case) -> list[Requirement]:
-    """Options, metadata (architecture, sizes, vocabulary), tensor types, and the task's own parts."""
+    """Options, tensor types, llama.cpp's answer to metadata and tensor list, and the task's own parts."""
     if case.artifact.kind is ArtifactKind.PEFT_ADAPTER:
         return [_peft(case)]
     found = _options(case)
@@ -153,10 +186,11 @@ def requirements_of(case: Case) -> list[Requirement]:
     except TurnoutError as error:
         return [*found, _base_missing(case, error)]
     if model is None:
-        return [*found, _base_missing(case, None)]
+        said = any(f.code == "adapter.base_missing" for f in case.artifact.findings)
+        return found if said else [*found, _base_missing(case, None)]
     found += _types(model.artifact)
-    if not damaged(model.artifact):
-        found.append(_metadata(model))
+    if readable_header(model.artifact):
+        found.append(_accepted(model))
     found += _task_parts(case, model.artifact)
     if case.artifact.kind is ArtifactKind.GGUF_ADAPTER:
         found += _adapter_fit(case.artifact, model.artifact)
@@ -197,17 +231,16 @@ def _options(case: Case) -> list[Requirement]:
     return found
 
 
-def _metadata(model: Model) -> Requirement:
+def _accepted(model: Model) -> Requirement:
     reason = asked(model)
     if reason is None:
         architecture = model.artifact.architecture
         return met(
-            "architecture.known",
+            "architecture.accepted",
             Kind.ARCHITECTURE,
             model.artifact.entry,
             architecture.model_type if architecture else "",
         )
-    reason.where = model.artifact.entry
     kind = {
         "architecture": Kind.ARCHITECTURE,
         "tokenizer": Kind.COMPONENT,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import struct
 import sys
 import tempfile
 import time
@@ -26,7 +25,6 @@ from turnout.errors import InputError, LoadError, NotSupportedError, TurnoutErro
 
 LOG_WAIT_S = 2.0
 CONTEXT_STEP = 256  # llama.cpp rounds a context up to a multiple of this
-METADATA_LIMIT = 256 << 20
 # Any valid template: llama.cpp refuses to load a model whose own template does not parse, even where
 # no chat is asked for.
 _NO_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -300,87 +298,3 @@ def reason_of(lines: list[str], fallback: str) -> Reason:
 def _first(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[0][:300] if lines else "no reason given"
-
-
-# ---- a model without weights ---------------------------------------------------------------
-
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
-
-
-def ask_metadata(path: str) -> Reason | None:
-    """Why llama.cpp refuses the file's metadata: architecture, sizes, vocabulary. None: it takes them.
-
-    It is given the metadata alone, as a model without tensors, in a file of its own. It answers in
-    milliseconds and for any size of model: an accepted model fails at its first tensor.
-    """
-    with tempfile.TemporaryDirectory(prefix="turnout-") as folder:
-        stand_in = f"{folder}/metadata.gguf"
-        with open(path, "rb") as source, open(stand_in, "wb") as target:
-            copy_metadata(source, target)
-        try:
-            Native(stand_in, Settings(context=CONTEXT_STEP, repack=False)).close()
-        except NativeLoadError as error:
-            return None if error.reason.code == "tensor.missing" else error.reason
-    return None
-
-
-def copy_metadata(source: BinaryIO, target: BinaryIO) -> None:
-    """Writes a GGUF of ``source``'s metadata and no tensors. The keys that count splits are left out.
-
-    Raises ``LoadError`` for what is not a little-endian GGUF of version 2 or 3, or has metadata
-    beyond ``METADATA_LIMIT`` bytes. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    head = source.read(24)
-    if len(head) < 24 or head[:4] != b"GGUF" or struct.unpack_from("<I", head, 4)[0] not in (2, 3):
-        raise LoadError("not a little-endian GGUF file of version 2 or 3", code="artifact.corrupt")
-    count, kept = struct.unpack_from("<Q", head, 16)[0], 0
-    target.write(head)
-    reader = _Reader(source)
-    for _ in range(count):
-        reader.taken.clear()
-        key = reader.string()
-        reader.value(reader.number("<I"))
-        if not key.startswith(b"split."):
-            target.write(b"".join(reader.taken))
-            kept += 1
-    target.seek(8)
-    target.write(struct.pack("<QQ", 0, kept))
-
-
-class _Reader:
-    """Walks metadata values; ``taken`` holds the bytes since it was cleared."""
-
-    def __init__(self, source: BinaryIO) -> None:
-        self._source = source
-        self._left = METADATA_LIMIT
-        self.taken: list[bytes] = []
-
-    def take(self, count: int) -> bytes:
-        self._left -= count
-        data = self._source.read(count) if self._left >= 0 else b""
-        if len(data) != count:
-            raise LoadError("the metadata ends early or is too large", code="artifact.truncated")
-        self.taken.append(data)
-        return data
-
-    def number(self, form: str) -> int:
-        return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
-
-    def string(self) -> bytes:
-        return self.take(self.number("<Q"))
-
-    def value(self, kind: int, depth: int = 0) -> None:
-        if kind in _SCALARS:
-            self.take(_SCALARS[kind])
-        elif kind == _STRING:
-            self.string()
-        elif kind == _ARRAY and depth < 4:
-            inner, count = self.number("<I"), self.number("<Q")
-            if inner in _SCALARS:
-                self.take(_SCALARS[inner] * count)
-            else:
-                for _ in range(count):
-                    self.value(inner, depth + 1)
-        else:
-            raise LoadError(f"metadata of the unknown type {kind}", code="artifact.corrupt")

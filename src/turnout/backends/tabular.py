@@ -396,7 +396,8 @@ def _adapter(case: Case, model: Model) -> TabularClassificationAdapter | Tabular
     said = model.recipe()
     settings = {**_settings(case.artifact), "num_features": said["num_features"]}
     settings["features"] = said["features"] or settings.get("features") or []
-    if said["classes"] and len(settings.get("classes") or []) != len(said["classes"]):
+    named = [str(name) for name in settings.get("classes") or []]
+    if said["classes"] and (len(named) != len(said["classes"]) or named == [str(c) for c in said["classes"]]):
         settings["classes"] = said["classes"]
     stored = case.artifact.recipe
     recipe = replace(stored, settings=settings) if stored else Recipe("tabular", settings, case.artifact.entry)

@@ -83,7 +83,7 @@ class XGBoostModel:
         if self.objective == "multi:softprob":
             return {"probabilities": raw}
         positive = 1 / (1 + np.exp(-raw.astype(np.float64))) if self.objective == "binary:logitraw" else raw
-        return {"label": (positive > 0.5).astype(np.int64), "probability": positive.reshape(-1, 1)}
+        return {"probability": positive.reshape(-1, 1)}  # of the second class
 
 
 class LightGBMModel:
@@ -121,7 +121,7 @@ class LightGBMModel:
         if task == Task.TABULAR_REGRESSION:
             return {"value": raw}
         if raw.ndim == 1:
-            return {"label": (raw > 0.5).astype("int64"), "probability": raw.reshape(-1, 1)}
+            return {"probability": raw.reshape(-1, 1)}  # of the second class
         return {"probabilities": raw}
 
 
