@@ -24,10 +24,7 @@ from turnout.backends.requirements import common
 from turnout.backends.transformers import TransformersBackend
 from turnout.errors import InputError, LoadError
 from turnout.package.facts import Artifact, ArtifactKind
-from turnout.package.formats import gguf as gguf_reader
-from turnout.package.formats import peft as peft_reader
-from turnout.package.formats import transformers as reader
-from turnout.package.scan import Scan
+from turnout.package.inspect import inspect
 from turnout.types import Request, Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -121,13 +118,10 @@ def variant(source: Path, target: Path, config: Change | None = None, tensors: C
 
 
 def case_of(path: Path, task: str, **options: Any) -> Case:
-    """The case of the first artifact of a Transformers directory, adapter or GGUF file."""
-    scan = Scan.of(path)
-    for module in (peft_reader, reader, gguf_reader):
-        found = module.detect(scan)
-        if found:
-            return Case(str(scan.root), found[0], task, options=options)
-    raise AssertionError(f"nothing read at {path}")
+    """The case of the first artifact of a package that the backend reads, or of its first artifact."""
+    package = inspect(path)
+    found = next((a for a in package.artifacts if a.kind in BACKEND.reads), package.artifacts[0])
+    return Case(package.root, found, task, options=options)
 
 
 def unmet(case: Case) -> dict[str, Requirement]:

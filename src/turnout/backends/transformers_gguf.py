@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from turnout.backends import transformers_models as models
-from turnout.backends.base import Action, BindingReport, Case, Kind, Remedy, Requirement, met, unknown, unmet
+from turnout.backends.base import Action, Case, Kind, Remedy, Requirement, met, unknown, unmet
 from turnout.backends.requirements import REFUSING, truthy
 from turnout.backends.transformers_requirements import dequantized, dtype_option
 from turnout.errors import LoadError
@@ -24,9 +24,7 @@ from turnout.package.facts import Severity
 from turnout.tasks.contract import CONTRACTS
 
 # Families whose tensors the loader only renames, so that the names alone say what is missing.
-RENAMED_ONLY = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "stablelm", "starcoder2", "falcon"}
-)
+RENAMED_ONLY = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "stablelm", "starcoder2"})
 # Byte-level pre-tokenizers with GPT-2's own split, and those that first set single digits apart
 # (llama.cpp, src/llama-vocab.cpp, llm_tokenizer_bpe).
 GPT2_SPLIT = frozenset({"gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "olmo", "mpt", "trillion"})
@@ -182,22 +180,24 @@ def _known_split(pre: Any) -> bool:
 
 
 def gguf_tokenizer(case: Case) -> Any:
-    """The library's tokenizer of the file; where single digits must be set apart first, they are."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-    from transformers.integrations.gguf import read_gguf_metadata
+    """The library's tokenizer of the file; where single digits must be set apart first, they are.
 
-    folder, name = os.path.split(path_of(case))
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True, trust_remote_code=False)
-    metadata, _ = read_gguf_metadata(path_of(case))
-    if metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre") in DIGITS_SPLIT:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    ``AutoTokenizer`` would come to the same after reading the whole vocabulary twice more.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, stored, settings = get_gguf_tokenizer(path_of(case))
+    backend, more = convert_gguf_tokenizer(architecture, stored)
+    if stored.get("tokenizer_type") == "gpt2" and stored.get("pre_tokenizer_type") in DIGITS_SPLIT:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**settings, **more})
 
 
 # ---- the model -------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _model(case: Case, metadata: dict[str, Any], names: tuple[str, ...]) -> list
     if architecture not in RENAMED_ONLY:
         message = f"the loader merges tensors of `{architecture}`; loading it (`--execute`) shows whether all are there"
         return [*found, unknown(Kind.TENSOR, "tensor.missing", message, observed=architecture, where=where)]
-    binding = _bind_names(config, cls, names)
+    binding = _bind_names(config, cls, names, architecture)
     for reason in binding.reasons(case.artifact.entry, truthy(case.options.get("allow_unexpected"))):
         found.append(
             unmet(Kind.TENSOR, reason.code, reason.message, observed=reason.observed, expected=reason.expected)
@@ -308,22 +308,27 @@ def _refused_config(architecture: str, error: Exception, where: str) -> Requirem
     )
 
 
-def _bind_names(config: Any, cls: Any, names: tuple[str, ...]) -> models.Binding:
+def _bind_names(config: Any, cls: Any, names: tuple[str, ...], architecture: str) -> models.Binding:
     """The model on the meta device with its tensors looked up in the file's table by the library's map."""
+    import gguf
     import torch
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     with torch.device("meta"), models.hushed():
         model = cls._from_config(config)
     model.tie_weights()
-    processor = TENSOR_PROCESSORS.get(config.model_type, TensorProcessor)(config=config.to_dict())
-    mapping = get_gguf_hf_weights_map(model, processor)
-    stored = set(names)
-    bound = {hf for gguf_name, hf in mapping.items() if gguf_name in stored}
+    kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    table = gguf.get_tensor_name_map(kind, int(config.num_hidden_layers))
+    stored, bound, missing = set(names), set(), []
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    missing = sorted(set(model.state_dict()) - bound - tied)
+    for name in model.state_dict():
+        stem, dot, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+        in_file = f"{table.get_name(stem)}{dot}{suffix}"
+        if in_file in stored:
+            bound.add(in_file)
+        elif name not in tied:
+            missing.append(name)
     ignored = {name for name in stored if name.startswith(("rope_freqs", "rope_factors"))}  # refused on their own
-    return models.Binding(model, missing, sorted(stored - set(mapping) - ignored))
+    return models.Binding(model, sorted(missing), sorted(stored - bound - ignored))
 
 
 def dry_bind(case: Case) -> models.Binding:
@@ -334,8 +339,8 @@ def dry_bind(case: Case) -> models.Binding:
     cls = models.model_class(case, config)
     if cls is None:
         raise LoadError(f"no class for `{case.task}`", code="architecture.unsupported")
-    _, names = read_gguf_metadata(path_of(case))
-    return _bind_names(config, cls, names)
+    metadata, names = read_gguf_metadata(path_of(case))
+    return _bind_names(config, cls, names, str(metadata["general.architecture"]))
 
 
 def bind(case: Case, dtype: Any) -> models.Binding:
@@ -360,8 +365,3 @@ def bind(case: Case, dtype: Any) -> models.Binding:
     missing = sorted(set(info.get("missing_keys", ())) - tied)
     mismatched = [(key, tuple(a), tuple(b)) for key, a, b in info.get("mismatched_keys", ())]
     return models.Binding(model, missing, sorted(info.get("unexpected_keys", ())), sorted(mismatched))
-
-
-def note(report: BindingReport) -> str:
-    """A line on what was expanded."""
-    return f"{report.loaded} tensors expanded to floats"

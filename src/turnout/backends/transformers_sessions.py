@@ -12,7 +12,6 @@ from typing import Any
 
 from turnout.backends import transformers_models as models
 from turnout.backends.base import BindingReport, LoadPlan
-from turnout.backends.requirements import truthy
 from turnout.backends.transformers_requirements import history_needed
 from turnout.errors import InputError, LoadError
 from turnout.package.facts import ArtifactKind
@@ -452,8 +451,3 @@ def use_all_cores() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(os.cpu_count() or 1)
-
-
-def dequantizing(options: dict[str, Any]) -> bool:
-    """Whether the caller allowed quantized weights to be expanded."""
-    return truthy(options.get("allow_dequantize"))
