@@ -1,0 +1,80 @@
+"""Prompts and messages to token ids, by the package's tokenizer and chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from turnout.config import READ
+from turnout.errors import InputError
+from turnout.package.facts import Artifact
+from turnout.package.formats.template import Refusal, TemplateError, render
+from turnout.tasks.tokenization import load_tokenizer
+from turnout.types import Request, Task
+
+
+class Prompter:
+    """Token ids of a request and text of generated ids, for backends that have no tokenizer of their own.
+
+    ``limit`` is the context in tokens, 0 when the package does not tell.
+    """
+
+    def __init__(self, root: str, artifact: Artifact, options: dict[str, Any]) -> None:
+        self.tokenizer = load_tokenizer(root, artifact, options)
+        self.template = _template(artifact, options)
+        self.tokens = _special_tokens(artifact)
+        self.eos_ids = _eos_ids(artifact, self.tokenizer)
+        dims = artifact.architecture.dims if artifact.architecture else {}
+        self.limit = int(options.get("context") or dims.get("max_position_embeddings") or 0)
+
+    def ids(self, request: Request) -> list[int]:
+        """Token ids. Raises ``InputError`` for messages that the template refuses, an empty prompt, and
+        a prompt that leaves no room in the context (both numbers named)."""
+        if request.task == Task.CHAT:
+            try:
+                text = render(self.template, list(request.inputs["messages"]), **self.tokens)
+            except (Refusal, TemplateError) as error:
+                raise InputError(f"the chat template: {error}", code="template.invalid") from None
+            ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        else:
+            ids = list(self.tokenizer.encode(str(request.inputs["prompt"])).ids)
+        if not ids:
+            raise InputError("the prompt gives no tokens")
+        if self.limit and len(ids) >= self.limit:
+            raise InputError(f"the prompt has {len(ids)} tokens, the context {self.limit}", hints=["shorten the prompt"])
+        return ids
+
+    def room(self, prompt_tokens: int, wanted: int) -> int:
+        """Tokens that may be generated after a prompt: ``wanted``, cut to what the context leaves."""
+        return min(wanted, self.limit - prompt_tokens) if self.limit else wanted
+
+    def text(self, ids: list[int]) -> str:
+        """Text of ids without special tokens."""
+        decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return decoded
+
+
+def _template(artifact: Artifact, options: dict[str, Any]) -> str:
+    named = options.get("chat_template")
+    if named:
+        path = Path(str(named))
+        if not path.is_file() or path.stat().st_size > READ.template_bytes:
+            raise InputError(f"no usable chat template at `{named}`", code="template.missing")
+        return path.read_text(encoding="utf-8")
+    templates = sorted((t for t in artifact.templates if t.valid), key=lambda t: t.name != "default")
+    return templates[0].text if templates else ""
+
+
+def _special_tokens(artifact: Artifact) -> dict[str, Any]:
+    tokenizer = artifact.tokenizer
+    if tokenizer is None:
+        return {}
+    named = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
+    return {name: token for name, token in named.items() if token is not None}
+
+
+def _eos_ids(artifact: Artifact, tokenizer: Any) -> frozenset[int]:
+    ids = list(artifact.generation.eos_ids) if artifact.generation else []
+    if not ids and artifact.tokenizer is not None and artifact.tokenizer.eos:
+        ids = [tokenizer.token_to_id(artifact.tokenizer.eos)]
+    return frozenset(i for i in ids if i is not None)
