@@ -352,7 +352,8 @@ def _graphs(artifact: Artifact) -> list[tuple[str, Graph]]:
     if artifact.graph is not None:
         return [(artifact.entry, artifact.graph)]
     files = graph_files(artifact)
-    return [(files[role], artifact.facts[f"{role}_graph"].value) for role in files if f"{role}_graph" in artifact.facts]
+    facts = {role: artifact.facts[f"{role}_graph"].value for role in files if f"{role}_graph" in artifact.facts}
+    return [(files[role], graph) for role, graph in facts.items() if graph is not None]
 
 
 def _versions(graph: Graph, rel: str) -> list[Requirement]:
