@@ -96,6 +96,7 @@ def _read(scan: Scan, directory: str) -> Context:
     _processors(scan, directory, context)
     context.generation = _generation(scan, directory, config or {}, context)
     context.recipe = pooling_recipe(scan, directory, context.findings)
+    _check_width(context)
     context.licence = _licence(scan, directory)
     context.files = list(dict.fromkeys(context.files))
     return context
@@ -293,6 +294,15 @@ def _generation(scan: Scan, directory: str, config: dict[str, Any], context: Con
     return Generation(ids, pad, bos, start, settings or {}, rel if settings is not None else join(directory, "config.json"))
 
 
+def _check_width(context: Context) -> None:
+    """Pooling for another width than the encoder's: nobody can tell which of the two is meant."""
+    dimension = context.recipe.settings.get("dimension") if context.recipe else None
+    width = context.architecture.dims.get("hidden_size") if context.architecture else None
+    if dimension is not None and width is not None and dimension != width:
+        context.findings.append(Finding("recipe.conflict", Severity.ERROR, "pooling is configured for another width than the encoder has",
+                                        join(context.directory, "modules.json"), f"pooling dimension {dimension}", f"encoder width {width}"))
+
+
 # ---- recipe and licence ------------------------------------------------------------------------
 
 
@@ -309,6 +319,8 @@ def pooling_recipe(scan: Scan, directory: str, findings: list[Finding]) -> Recip
     settings: dict[str, Any] = {}
     for module in modules:
         kind = str(module.get("type", "")) if isinstance(module, dict) else ""
+        if not kind.startswith("sentence_transformers."):
+            return None  # what a foreign module does to the vectors, nobody here can say
         if kind.endswith(".Pooling"):
             settings |= _pooling(scan, directory, str(module.get("path", "")), findings)
         elif kind.endswith(".Normalize"):

@@ -148,6 +148,7 @@ def _check_recipe(artifact: Artifact, directory: str, kind: str) -> None:
         return
     dimension = artifact.recipe.settings.get("dimension")
     width = artifact.architecture.dims.get("hidden_size") if artifact.architecture else None
-    if dimension is not None and width is not None and dimension != width:
+    known = any(f.code == "recipe.conflict" for f in artifact.findings)
+    if dimension is not None and width is not None and dimension != width and not known:
         artifact.findings.append(Finding("recipe.conflict", Severity.ERROR, "pooling is configured for another width than the encoder has",
                                          rel, f"pooling dimension {dimension}", f"encoder width {width}"))

@@ -1,0 +1,223 @@
+"""sentence-transformers: dense embeddings and cross-encoder scores by the library's own modules.
+
+The library fills what a file lacks with random values and invents pooling where none is given; both
+are refused here before it is asked to load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from turnout.backends.base import (
+    Action,
+    BackendBuild,
+    BindingReport,
+    Case,
+    Evidence,
+    EvidenceLevel,
+    Kind,
+    LoadPlan,
+    Outcome,
+    Remedy,
+    Requirement,
+    Session,
+    failed,
+    met,
+    passed,
+    unmet,
+)
+from turnout.backends.requirements import truthy
+from turnout.backends.transformers import TransformersBackend
+from turnout.errors import InputError, LoadError
+from turnout.package.facts import Artifact, ArtifactKind, CodeNeed
+from turnout.tasks.contract import EmbeddingsOutput, RankedDocument, RankingOutput
+from turnout.tasks.language import pooling_recipe
+from turnout.types import Request, Task
+
+DISTRIBUTIONS = ("sentence-transformers", "transformers", "torch")
+OPTIONS = frozenset({"normalize", "max_length", "trust_remote_code", "dtype", "allow_unexpected"})
+
+
+def module_known(path: str) -> bool:
+    """Whether ``package.module.Class`` can be imported from the library."""
+    module, _, name = path.rpartition(".")
+    try:
+        return hasattr(__import__(module, fromlist=[name]), name)
+    except ImportError:
+        return False
+
+
+def _kind(artifact: Artifact) -> str:
+    fact = artifact.facts.get("model_type")
+    return str(fact.value) if fact else "SentenceTransformer"
+
+
+def _inner(case: Case) -> Case:
+    """The transformer inside, as a Transformers directory of its own."""
+    entry = next((c.path for c in case.artifact.components if c.role == "Transformer"), case.artifact.entry)
+    artifact = replace(case.artifact, kind=ArtifactKind.TRANSFORMERS, entry=entry)
+    task = Task.RERANK if case.task == Task.RERANK else Task.EMBEDDINGS
+    return replace(case, artifact=artifact, task=task)
+
+
+@dataclass(slots=True)
+class SentenceSession:
+    """One loaded SentenceTransformer or CrossEncoder."""
+
+    plan: LoadPlan
+    dtype: str
+    model: Any
+    recipe: Any
+    binding: BindingReport = field(default_factory=BindingReport)
+
+    def run(self, request: Request, emit: Callable[[str], None] | None = None) -> Any:
+        """Vectors or a ranking. Raises ``InputError`` for texts that do not fit."""
+        if self.model is None:
+            raise LoadError("the session is closed")
+        if request.task == Task.RERANK:
+            return self._rank(str(request.inputs["query"]), list(request.inputs["documents"]))
+        return self._embed(list(request.inputs["texts"]), request.options.get("prompt_name"))
+
+    def _embed(self, texts: list[str], prompt_name: str | None) -> EmbeddingsOutput:
+        import numpy as np
+
+        if prompt_name is not None and prompt_name not in self.model.prompts:
+            raise InputError(f"the model has no prompt `{prompt_name}`", hints=["known: " + ", ".join(self.model.prompts)])
+        wanted = bool(self.recipe.settings.get("normalize"))
+        vectors = self.model.encode(texts, prompt_name=prompt_name, normalize_embeddings=wanted, show_progress_bar=False)
+        vectors = np.asarray(vectors, np.float32)
+        return EmbeddingsOutput(vectors, int(vectors.shape[1]), wanted, self.recipe.id)
+
+    def _rank(self, query: str, documents: list[str]) -> RankingOutput:
+        import torch
+
+        # Raw logits: the contract's score kind; the order is the same under any monotone activation.
+        scores = self.model.predict([(query, d) for d in documents], activation_fn=torch.nn.Identity(), show_progress_bar=False)
+        ranked = sorted(enumerate(float(s) for s in scores), key=lambda pair: -pair[1])
+        return RankingOutput([RankedDocument(index, score) for index, score in ranked])
+
+    def close(self) -> None:
+        """Drops the model; may be called twice."""
+        self.model = None
+
+
+class SentenceTransformersBackend:
+    """sentence-transformers directories, by the library itself."""
+
+    name = "sentence-transformers"
+    reads = frozenset({ArtifactKind.SENTENCE_TRANSFORMERS})
+    tasks: frozenset[str] = frozenset({Task.EMBEDDINGS, Task.RERANK})
+
+    def describe(self) -> BackendBuild:
+        """Versions from the installed distributions; nothing is imported."""
+        build = BackendBuild(self.name, extra="torch")
+        for name in DISTRIBUTIONS:
+            try:
+                build.dependencies[name] = version(name)
+            except PackageNotFoundError:
+                build.missing.append(name)
+        if build.missing or find_spec("sentence_transformers") is None:
+            build.unavailable = f"not here: {', '.join(build.missing or ['sentence-transformers'])}"
+        else:
+            build.version = build.dependencies["sentence-transformers"]
+        return build
+
+    def devices(self) -> list[str]:
+        """Devices as PyTorch reports them."""
+        return TransformersBackend().devices()
+
+    def requirements(self, case: Case) -> list[Requirement]:
+        """Module classes, kind of model, head or recipe, and what the inner transformer needs."""
+        artifact, entry = case.artifact, case.artifact.entry
+        found: list[Requirement] = []
+        for component in artifact.components:
+            if component.code is CodeNeed.NONE and component.class_name and not module_known(component.class_name):
+                found.append(unmet(Kind.ARCHITECTURE, "architecture.unsupported", f"this version has no module `{component.class_name}`",
+                                   observed=component.class_name, expected="a module of the installed version", where=entry,
+                                   remedies=[Remedy(Action.UPGRADE, "upgrade sentence-transformers", ["pip", "install", "--upgrade", "sentence-transformers"])]))
+        found += self._kind_fits(case)
+        for name in case.options:
+            if name not in OPTIONS:
+                found.append(unmet(Kind.OPTION, "option.unsupported", f"sentence-transformers takes no option `{name}` here; the package's modules decide",
+                                   observed=name, expected=", ".join(sorted(OPTIONS))))
+        recipe = artifact.recipe
+        if recipe is not None and recipe.settings.get("normalize") and not truthy(case.options.get("normalize", True)):
+            found.append(unmet(Kind.OPTION, "option.unsupported", "the package's own last module scales vectors to length 1", observed="normalize=false",
+                               expected="normalize=true", where=entry))
+        found += [r for r in TransformersBackend().requirements(_inner(case)) if r.kind is not Kind.OPTION]
+        return found or [met("modules", Kind.COMPONENT, entry)]
+
+    def _kind_fits(self, case: Case) -> list[Requirement]:
+        kind = _kind(case.artifact)
+        if kind not in ("SentenceTransformer", "CrossEncoder"):
+            return [unmet(Kind.TASK_HEAD, "task.not_offered", f"a {kind} gives vectors that this backend does not serve yet", observed=kind,
+                          expected="SentenceTransformer or CrossEncoder", where=case.artifact.entry)]
+        if kind == "SentenceTransformer" and case.artifact.recipe is None and case.artifact.code is CodeNeed.NONE:
+            return [unmet(Kind.RECIPE, "recipe.missing", "no module of the package pools", where=case.artifact.entry)]
+        return [met("kind", Kind.TASK_HEAD, kind)]
+
+    def inquire(self, case: Case) -> list[Evidence]:
+        """``requirements`` has put every question that needs no weights."""
+        return [passed(EvidenceLevel.INQUIRED)]
+
+    def plan(self, case: Case) -> LoadPlan:
+        """The class that the package's own configuration names."""
+        dtype = str(case.options.get("dtype") or "float32")
+        recipe = pooling_recipe(case.artifact, case.options).id if case.artifact.recipe else ""
+        return LoadPlan(case, self.name, f"sentence_transformers.{_kind(case.artifact)}", dtype, case.artifact.files, recipe)
+
+    def dry_load(self, plan: LoadPlan) -> Evidence:
+        """Binds the inner transformer on the meta device: names and shapes, no values."""
+        inner = TransformersBackend()
+        return inner.dry_load(inner.plan(_inner(plan.case)))
+
+    def load(self, plan: LoadPlan) -> Session:
+        """Binds first, then loads. Raises ``LoadError`` for a tensor that no file holds."""
+        bound = self.dry_load(plan)
+        if bound.outcome is not Outcome.PASS:
+            reason = bound.reasons[0]
+            raise LoadError(reason.message, code=reason.code)
+        import sentence_transformers
+        import torch
+
+        case = plan.case
+        cls = getattr(sentence_transformers, _kind(case.artifact))
+        try:
+            model = cls(case.file(case.artifact.entry), device=case.device, local_files_only=True,
+                        trust_remote_code=truthy(case.options.get("trust_remote_code")),
+                        model_kwargs={"dtype": getattr(torch, plan.dtype)})
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+            raise LoadError(f"sentence-transformers cannot load it: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        if case.options.get("max_length"):
+            model.max_seq_length = int(case.options["max_length"])
+        recipe = pooling_recipe(case.artifact, case.options) if case.artifact.recipe else None
+        return SentenceSession(plan, plan.dtype, model, recipe, bound.binding or BindingReport())
+
+    def probe(self, session: Session) -> Evidence:
+        """Two texts of different length: finite numbers of the promised width, the same alone as together."""
+        assert isinstance(session, SentenceSession)
+        import numpy as np
+
+        if session.plan.case.task == Task.RERANK:
+            request = Request(Task.RERANK, {"query": "What is a probe?", "documents": ["A small test.", "Bread."]})
+        else:
+            request = Request(Task.EMBEDDINGS, {"texts": ["A probe.", "A second and rather longer probe."]})
+        output = session.run(request)
+        started = time.perf_counter()
+        session.run(request)
+        spent = time.perf_counter() - started
+        values = [r.score for r in output.ranking] if isinstance(output, RankingOutput) else output.vectors
+        if not np.isfinite(np.asarray(values)).all():
+            return failed(EvidenceLevel.EXECUTED, "runtime.numeric_mismatch", "the output holds values that are not finite")
+        if isinstance(output, EmbeddingsOutput):
+            alone = session.run(Request(Task.EMBEDDINGS, {"texts": request.inputs["texts"][:1]}))
+            off = float(np.abs(alone.vectors[0] - output.vectors[0]).max())
+            if session.dtype == "float32" and off > 1e-4:
+                return failed(EvidenceLevel.EXECUTED, "runtime.numeric_mismatch", "a text alone gives another vector than in a batch",
+                              observed=f"{off:.2g}", expected="at most 1e-4")
+        return passed(EvidenceLevel.EXECUTED, measurements={"latency_s": spent})
