@@ -37,7 +37,7 @@ from turnout.backends.llamacpp_case import (
     requirements_of,
     template_of,
 )
-from turnout.backends.llamacpp_native import CONTEXT_STEP, Native, NativeLoadError, Settings
+from turnout.backends.llamacpp_native import CONTEXT_STEP, Native, NativeLoadError, Settings, library
 from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import Artifact, ArtifactKind
 from turnout.tasks.contract import EmbeddingsOutput, RankedDocument, RankingOutput, TextOutput
@@ -75,9 +75,7 @@ class LlamaCppBackend:
 
     def devices(self) -> list[str]:
         """``cpu``, then what ggml's device list holds beyond it."""
-        import xllamacpp
-
-        names = [re.match(r"[A-Za-z]*", device["name"]) for device in xllamacpp.get_device_info()]  # CUDA0, Vulkan1
+        names = [re.match(r"[A-Za-z]*", device["name"]) for device in library().get_device_info()]  # CUDA0, Vulkan1
         return list(dict.fromkeys(["cpu", *(found.group().lower() for found in names if found and found.group())]))
 
     def requirements(self, case: Case) -> list[Requirement]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from turnout.backends.admission import DEFAULT_CONTEXT
 from turnout.backends.base import Action, Case, Kind, Reason, Remedy, Requirement, State, met, unmet
 from turnout.backends.llamacpp_ask import ask
+from turnout.backends.llamacpp_native import library
 from turnout.backends.requirements import truthy
 from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import Artifact, ArtifactKind
@@ -255,9 +256,7 @@ def _accepted(model: Model) -> Requirement:
 
 
 def _types(artifact: Artifact) -> list[Requirement]:
-    import xllamacpp
-
-    known = {kind.name.removeprefix("GGML_TYPE_") for kind in xllamacpp.ggml_type}
+    known = {kind.name.removeprefix("GGML_TYPE_") for kind in library().ggml_type}
     unknown = sorted(set(artifact.tensors.dtypes()) - known)
     if not unknown:
         return [met("quantization.known", Kind.QUANTIZATION, artifact.entry, main_type(artifact))]
