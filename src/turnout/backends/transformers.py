@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import os
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -54,6 +53,7 @@ class TransformersBackend:
 
     def devices(self) -> list[str]:
         """The CPU and every accelerator that PyTorch sees."""
+        models.environment()
         import torch
 
         found = ["cpu"]
@@ -65,7 +65,7 @@ class TransformersBackend:
 
     def requirements(self, case: Case) -> list[Requirement]:
         """Everything the library says of the case without reading weights."""
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        models.environment()
         if case.artifact.kind is ArtifactKind.GGUF:
             from turnout.backends.transformers_gguf import gguf_requirements
 
@@ -129,9 +129,9 @@ class TransformersBackend:
     def load(self, plan: LoadPlan) -> Any:
         """Session of the plan's task. Raises ``LoadError`` and keeps nothing when a tensor has no file,
         another shape, or no place in the model."""
+        models.environment()
         from turnout.backends.transformers_sessions import session_for, use_all_cores
 
-        os.environ["HF_HUB_OFFLINE"] = "1"
         use_all_cores()
         binding = None
         try:
