@@ -38,7 +38,11 @@ LEVELS = {
 # Library to the modules that may import it; nothing else may, not even inside a function.
 ROOMS = {
     "torch": {"turnout.backends.transformers", "turnout.backends.sentence_transformers", "turnout.backends.diffusers"},
-    "transformers": {"turnout.backends.transformers", "turnout.backends.sentence_transformers"},
+    "transformers": {
+        "turnout.backends.transformers",
+        "turnout.backends.sentence_transformers",
+        "turnout.backends.diffusers",
+    },
     "peft": {"turnout.backends.transformers"},
     "accelerate": {"turnout.backends.transformers"},
     "gguf": {"turnout.backends.transformers"},
