@@ -30,6 +30,7 @@ GENERATING = frozenset(
 HEAD_TASKS = frozenset({Task.RERANK, Task.TEXT_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING})
 # First or last-but-one name parts of head tensors in Transformers' classification classes.
 HEAD_NAMES = ("classifier", "score", "qa_outputs", "classification_head", "logits_proj", "cls_head", "pre_classifier")
+ADAPTERS = frozenset({ArtifactKind.GGUF_ADAPTER, ArtifactKind.PEFT_ADAPTER})
 # Boundaries that raw tensors depend on; the rest concerns the meaning of a task.
 TENSOR_BOUNDARIES = frozenset({"artifact", "operator", "code", "tensor", "quantization", "index", "dependency"})
 
@@ -316,6 +317,8 @@ def _parts(case: Case) -> list[Requirement]:
     artifact, task, options = case.artifact, case.task, case.options
     contract = CONTRACTS.get(task)
     roles = contract.roles if contract else ()
+    if artifact.kind in ADAPTERS:
+        return []  # tokenizer and template are the base model's, which only the backend looks into
     found: list[Requirement] = []
     if task in TEMPLATE_TASKS and "chat_template" not in options and not artifact.templates:
         found.append(

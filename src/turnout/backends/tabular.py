@@ -82,8 +82,9 @@ class TabularBackend:
         return ask[case.artifact.kind](case)
 
     def inquire(self, case: Case) -> list[Evidence]:
-        """Nothing beyond ``requirements``: the libraries' registries were asked there."""
-        return [passed(EvidenceLevel.INQUIRED)]
+        """Nothing beyond ``requirements``, where the libraries were asked; nothing for what is not opened."""
+        closed = case.artifact.kind in PICKLES or _untouchable(case.artifact)
+        return [] if closed else [passed(EvidenceLevel.INQUIRED)]
 
     def plan(self, case: Case) -> LoadPlan:
         """Loads the one file of the artifact with the library of its kind."""
