@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tests.shapes.ggufs import write_gguf
+from tests.shapes.hf import BERT, VOCABULARY, bert_config, build, llama_config, save_tokenizer, variant
 
 from turnout.backends.base import Case, EvidenceLevel, Outcome, Requirement, State
 from turnout.backends.requirements import common
@@ -29,92 +29,17 @@ from turnout.types import Request, Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-VOCABULARY = ["<pad>", "<unk>", "<s>", "</s>", "[MASK]", *(f"w{i}" for i in range(90))]
 TEXT = "w1 w2 w3 w4"
 BACKEND = TransformersBackend()
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 
 
 # ---- packages --------------------------------------------------------------------------
-
-
-def save_tokenizer(folder: Path, *, wrapped: bool = False) -> None:
-    """A word-level tokenizer; ``wrapped`` puts <s> and </s> around texts."""
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(VOCABULARY[:5])
-    if wrapped:
-        tokenizer.post_processor = processors.BertProcessing(("</s>", 3), ("<s>", 2))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        cls_token="<s>",
-        sep_token="</s>",
-        mask_token="[MASK]",
-    ).save_pretrained(folder)
-
-
-def build(folder: Path, cls: str, config: Any, *, wrapped: bool = False, tokenizer: bool = True) -> Path:
-    """A seeded random model of a class of the library with a tokenizer beside it."""
-    torch.manual_seed(0)
-    model = getattr(transformers, cls)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.ndim > 1 else None  # sharper than the library's 0.02
-    model.save_pretrained(folder)
-    if tokenizer:
-        save_tokenizer(folder, wrapped=wrapped)
-    return folder
-
-
-def llama_config(**more: Any) -> Any:
-    """A decoder of two layers and 64 positions."""
-    settings: dict[str, Any] = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "eos_token_id": 3,
-        "bos_token_id": 2,
-    }
-    return transformers.LlamaConfig(**{**settings, **more})
-
-
-def bert_config(**more: Any) -> Any:
-    """An encoder of two layers."""
-    return transformers.BertConfig(
-        **{"vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0, **BERT, **more}
-    )
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete tiny Llama."""
     return build(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", llama_config())
-
-
-Change = Callable[[dict[str, Any]], Any]
-
-
-def variant(source: Path, target: Path, config: Change | None = None, tensors: Change | None = None) -> Path:
-    """A copy of a package with its configuration or tensors changed."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    if config is not None:
-        data = json.loads((target / "config.json").read_text())
-        config(data)
-        (target / "config.json").write_text(json.dumps(data))
-    if tensors is not None:
-        stored = load_file(target / "model.safetensors")
-        tensors(stored)
-        save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def case_of(path: Path, task: str, **options: Any) -> Case:
@@ -436,6 +361,22 @@ def test_text_to_text_equals_the_library(tmp_path: Path) -> None:
     assert BACKEND.probe(session).outcome is Outcome.PASS
 
 
+def test_image_classification_equals_the_library(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32, patch_size=8,
+        num_labels=3,
+    )  # fmt: skip
+    build(tmp_path, "ViTForImageClassification", config, tokenizer=False)
+    transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    output = session_of(tmp_path, "image-classification").run(Request("image-classification", {"image": image}))
+    pixels = torch.from_numpy((image / 255.0 - 0.5) / 0.5).float().permute(2, 0, 1)[None]
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(pixels).logits.softmax(-1)[0]
+    assert {s.index: s.score for s in output.labels[0]} == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-5)
+
+
 # ---- numbers ---------------------------------------------------------------------------
 
 
@@ -561,55 +502,6 @@ def test_adapter_without_base_or_with_another_width(llama: Path, adapter: Path, 
 
 
 # ---- GGUF ------------------------------------------------------------------------------
-
-
-def write_gguf(
-    path: Path, *, kind: str = "Q8_0", pre: str = "gpt-2", arch: str = "llama", drop: str = "", **keys: Any
-) -> Path:
-    """A tiny Llama of one layer as GGUF, with a byte-level vocabulary."""
-    import gguf
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    writer = gguf.GGUFWriter(path, arch)
-    letters = sorted(ByteLevel.alphabet())
-    tokens = [*letters, "<|endoftext|>", letters[60] + letters[61]]
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(16)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 1])
-    writer.add_token_merges([f"{tokens[60]} {tokens[61]}"])
-    writer.add_eos_token_id(256)
-    for key, value in keys.items():
-        name = key.replace("__", ".")
-        writer.add_string(name, value) if isinstance(value, str) else writer.add_uint16(name, value)
-    rng = np.random.default_rng(0)
-    shapes = {
-        "token_embd": (258, 64), "output": (258, 64), "output_norm": (64,), "blk.0.attn_norm": (64,),
-        "blk.0.ffn_norm": (64,), "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64),
-        "blk.0.attn_output": (64, 64), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        if name == drop:
-            continue
-        data = rng.normal(0, 0.3, shape).astype(np.float32)
-        if len(shape) == 1 or kind == "F32":
-            writer.add_tensor(f"{name}.weight", np.abs(data) + 1 if len(shape) == 1 else data)
-        else:
-            quant = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(data, quant), raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_gguf_runs_expanded_with_consent(tmp_path: Path) -> None:
