@@ -90,7 +90,7 @@ class CTranslate2Session:
         translate = request.task in SEQ2SEQ
         typed = Request(Task.TEXT_GENERATION, {"prompt": request.inputs["text"]}) if translate else request
         ids = self.prompter.ids(typed)
-        tokens = [self.prompter.tokenizer.id_to_token(i) for i in ids]
+        tokens = [str(self.prompter.tokenizer.id_to_token(i)) for i in ids]
         stream = TextStream(self.prompter.text, request.sampling.stop, emit)
         try:
             produced, ended = self._translate(tokens, request.sampling) if translate else self._generate(tokens, len(ids), request.sampling)
