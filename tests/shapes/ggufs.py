@@ -33,6 +33,7 @@ def write_gguf(
     writer.add_token_types([1] * 256 + [3, 1])
     writer.add_token_merges([f"{tokens[60]} {tokens[61]}"])
     writer.add_eos_token_id(256)
+    writer.add_file_type({"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8}[kind])
     for key, value in keys.items():
         name = key.replace("__", ".")
         writer.add_string(name, value) if isinstance(value, str) else writer.add_uint16(name, value)

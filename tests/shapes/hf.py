@@ -290,7 +290,7 @@ def whisper(folder: Path) -> Path:
 def forecaster(folder: Path) -> Path:
     """Case 69: context 8, lags up to 7."""
     config = transformers.TimeSeriesTransformerConfig(
-        prediction_length=4, context_length=8, lags_sequence=[1, 2, 7], num_time_features=1, d_model=16, encoder_layers=1, decoder_layers=1,
+        prediction_length=4, context_length=8, lags_sequence=[1, 2, 7], num_time_features=0, d_model=16, encoder_layers=1, decoder_layers=1,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_parallel_samples=10)
     return build(folder, "TimeSeriesTransformerForPrediction", config, tokenizer=False)
 

@@ -199,13 +199,16 @@ def from_port(tensor: Any) -> Any:
     return np.array(tensor.data, copy=True)
 
 
-def graph_ports(ports: Iterable[Any]) -> list[GraphPort]:
-    """Inputs of a compiled graph as facts; a dimension is a number or None."""
+def graph_ports(ports: Iterable[Any], graph: Graph | None = None) -> list[GraphPort]:
+    """Inputs of a compiled graph as facts; a dimension is a number or None. Of several names of a
+    port (a fused cast leaves two), the one that the stored graph states counts."""
+    stated = {port.name for port in graph.inputs} if graph else set()
     found = []
     for port in ports:
         shape = port.get_partial_shape()
         dims = None if shape.rank.is_dynamic else [d.get_length() if d.is_static else None for d in shape]
-        name = next(iter(sorted(port.get_names())), port.get_node().get_friendly_name())
+        names = sorted(port.get_names(), key=lambda n: (n not in stated, n))
+        name = next(iter(names), port.get_node().get_friendly_name())
         found.append(GraphPort(name, port.get_element_type().get_type_name(), dims))
     return found
 
@@ -405,7 +408,7 @@ class OpenVINOBackend:
 
     def _probes(self, session: OpenVINOSession) -> Iterator[Request]:
         case, graph = session.plan.case, session.graphs.get("model")
-        ports = graph_ports(graph.inputs) if graph else []
+        ports = graph_ports(graph.inputs, case.artifact.graph) if graph else []
         return probe_requests(case.task, case.artifact, ports, case.options)
 
     def probe(self, session: Session) -> Evidence:

@@ -263,7 +263,14 @@ def from_pretrained(case: Case, cls: Any, config: Any, place: str, device_map: d
     """
     arguments = load_arguments(case, cls, config)
     with hushed():
-        model, info = cls.from_pretrained(place, device_map=device_map, dtype=dtype, **arguments)
+        try:
+            model, info = cls.from_pretrained(place, device_map=device_map, dtype=dtype, **arguments)
+        except RuntimeError as error:
+            # PyTorch maps files privately, which the system refuses for more than it could ever back.
+            if set(device_map.values()) != {"meta"} or "unable to mmap" not in str(error):
+                raise
+            stored = meta_tensors(case)
+            model, info = cls.from_pretrained(None, state_dict=stored, device_map=device_map, dtype=dtype, **arguments)
     buffers = {name for name, _ in model.named_buffers()}
     unexpected = [
         key for key in info.get("unexpected_keys", ()) if key not in buffers and not f".{key}".endswith(COMPUTED)
@@ -275,6 +282,18 @@ def from_pretrained(case: Case, cls: Any, config: Any, place: str, device_map: d
         sorted((name, tuple(stored), tuple(wanted)) for name, stored, wanted in info.get("mismatched_keys", ())),
         [str(message) for message in info.get("error_msgs", ()) or ()],
     )
+
+
+def meta_tensors(case: Case) -> dict[str, Any]:
+    """The package's tensors by name and shape, as inspection read them from the headers; no values."""
+    import torch
+
+    types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I8": "int8",
+             "U8": "uint8", "BOOL": "bool", "I16": "int16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
+    return {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, types[tensor.dtype]), device="meta")
+        for name, tensor in case.artifact.tensors.tensors.items()
+    }
 
 
 def dry_bind(case: Case, config: Any, cls: Any) -> Binding:

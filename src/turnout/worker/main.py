@@ -95,6 +95,10 @@ class Host:
         """Loads a case as a transaction and keeps the session; a failed load leaves nothing behind."""
         self.unload()
         chosen, this = registry.get(backend), self._case(**case)
+        for requirement in common(chosen, this, chosen.describe()):
+            # Also when a caller skipped the verdict: nothing is loaded past a failed integrity check.
+            if requirement.state is State.UNMET and requirement.reason is not None:
+                raise LoadError(requirement.reason.message, code=requirement.reason.code)
         started = time.perf_counter()
         plan: LoadPlan = chosen.plan(this)
         session: Session | None = None

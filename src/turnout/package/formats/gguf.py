@@ -316,6 +316,7 @@ def _describe(artifact: Artifact, values: dict[str, Any], rel: str) -> None:
         str(kind), ArtifactKind.GGUF_MMPROJ if name == "clip" else ArtifactKind.GGUF)
     artifact.id = f"{artifact.kind}:{rel}"
     artifact.architecture = _architecture(name, values, artifact)
+    artifact.architecture.config = kept
     artifact.quantization = _quantization(artifact, values)
     artifact.architecture.quantization = artifact.quantization
     licence = values.get("general.license")
