@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from turnout.backends.base import Action, BindingReport, Case, Kind, Remedy, Requirement, met, unmet
+from turnout.backends.base import Action, BindingReport, Case, Kind, Remedy, Requirement, State, met, unmet
 from turnout.backends.openvino_gguf_files import ELEMENT_TYPES, HEAD_NORMS, LAYER_TENSORS, TELLING, SmallModel
 from turnout.backends.openvino_reading import first_line
 from turnout.backends.requirements import truthy
@@ -138,7 +138,11 @@ def gguf_requirements(case: Case) -> list[Requirement]:
     """Everything GenAI needs of a GGUF file."""
     artifact = case.artifact
     found: list[Requirement] = []
-    for ask in (_architecture, _settings, _tensors, _element_types, _tokenizer):
+    built = _architecture(case)
+    found += built
+    # What a builder passes over can be said only of an architecture that has one.
+    asks = (_settings, _tensors) if all(r.state is State.MET for r in built) else ()
+    for ask in (*asks, _element_types, _tokenizer):
         found += ask(case)
     return found or [met("gguf", Kind.ARTIFACT, artifact.entry)]
 
@@ -177,50 +181,61 @@ def _settings(case: Case) -> list[Requirement]:
         for key in needed
         if key not in values
     ]
-    for key, observed, expected in ignored_settings(values, arch):
-        found.append(
-            unmet(
-                Kind.CONFIG,
-                "config.unsupported_variant",
-                f"OpenVINO GenAI ignores `{key}`, which changes what the model computes",
-                observed=observed,
-                expected=expected,
-                where=f"{entry}#{key}",
-            )
-        )
+    if int(values.get("split.count") or 1) > 1:
+        found.append(_ignored("split.count", str(values["split.count"]), "one file", entry))
+    found += [_ignored(key, observed, expected, entry) for key, observed, expected in ignored_settings(values, arch)]
     return found
 
 
+def _ignored(key: str, observed: str, expected: str, entry: str) -> Requirement:
+    known = expected != "absent"
+    return unmet(
+        Kind.CONFIG,
+        "config.unsupported_variant" if known else "config.unknown_semantic_key",
+        f"OpenVINO GenAI does not act on `{key}`, which changes what the model computes",
+        observed=observed,
+        expected=expected,
+        where=f"{entry}#{key}",
+    )
+
+
 def ignored_settings(values: dict[str, Any], arch: str) -> Iterable[tuple[str, str, str]]:
-    """Settings of ``arch`` that matter and that GenAI does not read: key, value, the only value
-    under which it computes the same."""
+    """Settings of ``arch`` that matter and that GenAI does not read: key, value, and the only value
+    under which it computes the same (``absent`` for keys that nobody here knows)."""
     prefix = f"{arch}."
-    heads = int(values.get(f"{prefix}attention.head_count") or 0) if arch else 0
-    width = int(values.get(f"{prefix}attention.key_length") or 0)
-    if not width and heads:
-        width = int(values.get(f"{prefix}embedding_length") or 0) // heads
+    width = _number(values, f"{prefix}attention.key_length")
+    if not width:
+        width = _number(values, f"{prefix}embedding_length") // max(1, _number(values, f"{prefix}attention.head_count"))
     neutral: dict[str, tuple[Any, ...]] = {
         "rope.dimension_count": (width,),
         "attention.value_length": (width,),
-        "rope.scaling.type": ("none", ""),
-        "rope.scaling.factor": (0.0, 1.0),
         "attention.sliding_window": (0,),
         "attention.causal": (True,),
         "expert_count": (0,),
         "expert_used_count": (0,),
         "leading_dense_block_count": (0,),
+        "pooling_type": (0,),
     }
+    if values.get(f"{prefix}rope.scaling.type") != "none":  # llama.cpp takes an absent type for linear
+        neutral |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (0.0, 1.0)}
     for key, value in values.items():
         name = key.removeprefix(prefix)
-        if not arch or name == key or name in READ_KEYS or name in DESCRIPTIVE_KEYS:
+        if not arch or name == key or name in DESCRIPTIVE_KEYS:
             continue
-        if name in neutral:
+        if name in READ_KEYS:
+            if isinstance(value, list):
+                yield key, str(value), "one number for all layers"
+        elif name in neutral:
             if value not in neutral[name]:
-                yield key, str(value), " or ".join(str(v) for v in neutral[name] if v != "")
-        elif name.startswith("rope.scaling.") and values.get(f"{prefix}rope.scaling.type") in (None, "none", ""):
-            continue
-        elif not name.startswith(("pooling_type", "rope.scaling.original_context_length", "rope.scaling.finetuned")):
+                yield key, str(value), " or ".join(str(v) for v in neutral[name])
+        elif not name.startswith("rope.scaling."):
             yield key, str(value), "absent"
+
+
+def _number(values: dict[str, Any], key: str) -> int:
+    """An integer key; 0 when it is absent or given per layer."""
+    value = values.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def _tensors(case: Case) -> list[Requirement]:
@@ -263,7 +278,7 @@ def binding_of(case: Case) -> BindingReport:
         return BindingReport(loaded=len(names))
     values = metadata(artifact)
     arch = str(values.get("general.architecture") or "")
-    layers = int(values.get(f"{arch}.block_count") or 0)
+    layers = _number(values, f"{arch}.block_count")
     misread = ("attn_q.bias", "attn_k.bias") if arch == "llama" else ()
     extra = [name for name in names if not consumed(name) or name.endswith(misread or ("\0",))]
     missing = [name for name in required_tensors(arch, layers) if name not in names]

@@ -168,15 +168,7 @@ def _external(name: str, entry: str) -> Requirement:
 def graph_files(artifact: Artifact) -> dict[str, str]:
     """Graphs to compile by role: ``model``, or ``encoder`` and ``decoder``; paths below the root."""
     if artifact.kind is ArtifactKind.ONNX_SEQ2SEQ:
-        roles = {c.role: c.path or (c.files[0] if c.files else "") for c in artifact.components}
-        pair = {role: roles[role] for role in ("encoder", "decoder") if roles.get(role)}
-        for rel in artifact.files:
-            name = Path(rel).name
-            if rel.endswith(".onnx") and "merged" not in name and "with_past" not in name:
-                for role in ("encoder", "decoder"):
-                    if role in name:
-                        pair.setdefault(role, rel)
-        return pair
+        return {c.role: c.path for c in artifact.components if c.role in ("encoder", "decoder")}
     entry = artifact.entry
     if artifact.kind is ArtifactKind.TF_SAVED_MODEL and entry.endswith("saved_model.pb"):
         entry = entry.rpartition("/")[0]
@@ -232,22 +224,23 @@ def paths_of(case: Case) -> dict[str, str]:
 
 
 def version_requirements(artifact: Artifact) -> list[Requirement]:
-    """Whether the graph's operator set and file version are ones whose meaning is known."""
-    graph = artifact.graph
-    if graph is None:
-        return []
+    """Whether the graphs' operator sets and file versions are ones whose meaning is known."""
+    facts = [
+        artifact.facts[f"{role}_graph"].value for role in ("encoder", "decoder") if f"{role}_graph" in artifact.facts
+    ]
+    graphs = [graph for graph in (artifact.graph, *facts) if isinstance(graph, Graph)]
     if artifact.kind is ArtifactKind.OPENVINO_IR:
-        if graph.ir_version is not None and graph.ir_version > KNOWN_OPENVINO_IR:
-            return [_too_new("operator.ir_too_new", "IR version", graph.ir_version, KNOWN_OPENVINO_IR, unmet)]
-        return []
+        newer = [g.ir_version for g in graphs if g.ir_version is not None and g.ir_version > KNOWN_OPENVINO_IR]
+        return [_too_new("operator.ir_too_new", "IR version", v, KNOWN_OPENVINO_IR, unmet) for v in newer]
     if artifact.kind not in (ArtifactKind.ONNX, ArtifactKind.ONNX_SEQ2SEQ):
         return []
+    opset = max((g.opsets.get(domain, 0) for g in graphs for domain in ("", "ai.onnx")), default=0)
+    version = max((g.ir_version or 0 for g in graphs), default=0)
     found = []
-    opset = max(graph.opsets.get("", 0), graph.opsets.get("ai.onnx", 0))
     if opset > KNOWN_OPSET:
         found.append(_too_new("operator.opset_too_new", "opset", opset, KNOWN_OPSET, unknown))
-    if graph.ir_version is not None and graph.ir_version > KNOWN_IR:
-        found.append(_too_new("operator.ir_too_new", "IR version", graph.ir_version, KNOWN_IR, unknown))
+    if version > KNOWN_IR:
+        found.append(_too_new("operator.ir_too_new", "IR version", version, KNOWN_IR, unknown))
     return found or [met("operator.versions", Kind.OPERATOR, f"opset {opset}")]
 
 
