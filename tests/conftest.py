@@ -39,5 +39,7 @@ def package_dir(import_name: str) -> Path:
     The Makefile installs them (requirements/models.txt); their absence is a failure, not a skip.
     """
     spec = importlib.util.find_spec(import_name)
-    assert spec is not None and spec.submodule_search_locations, f"`{import_name}` is not installed: `make test` does it"
+    assert spec is not None and spec.submodule_search_locations, (
+        f"`{import_name}` is not installed: `make test` does it"
+    )
     return Path(next(iter(spec.submodule_search_locations)))

@@ -34,7 +34,10 @@ from turnout.package.facts import Artifact, ArtifactKind
 MET = met("x", Kind.ARTIFACT)
 UNKNOWN = unknown(Kind.OPERATOR, "operator.opset_too_new", "newer than known")
 CONDITIONAL = unmet(
-    Kind.DEPENDENCY, "dependency.missing", "absent", remedies=[Remedy(Action.INSTALL, "install", ["pip", "install", "x"])]
+    Kind.DEPENDENCY,
+    "dependency.missing",
+    "absent",
+    remedies=[Remedy(Action.INSTALL, "install", ["pip", "install", "x"])],
 )
 UNMET = unmet(Kind.TENSOR, "tensor.missing", "absent")
 STATUS = {
@@ -107,8 +110,10 @@ def test_choice_by_prior_says_so_and_measured_evidence_wins() -> None:
     unmeasured = [verdict("transformers"), verdict("llamacpp")]
     best, why = choose(unmeasured)
     assert best is unmeasured[1] and "prior" in why
-    measured = [verdict("transformers", measurements={"tokens_per_s": 9.0}),
-                verdict("llamacpp", measurements={"tokens_per_s": 5.0})]
+    measured = [
+        verdict("transformers", measurements={"tokens_per_s": 9.0}),
+        verdict("llamacpp", measurements={"tokens_per_s": 5.0}),
+    ]
     best, why = choose(measured)
     assert best is measured[0] and "9 tokens/s" in why
 

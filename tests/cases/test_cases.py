@@ -14,25 +14,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
+from tests.cases import references as ref
 from tests.shapes import bundles, classical, ggufs, graphs, hf
+
 from turnout.backends import registry
 from turnout.backends.base import Action, Admission, Case, Outcome, Verdict, VerdictStatus
 from turnout.backends.requirements import readable
 from turnout.config import WORKER
 from turnout.errors import TurnoutError
 from turnout.package.facts import ArtifactKind
+from turnout.tasks.contract import contract_of
+from turnout.types import Request, Sampling
+from turnout.worker import wire
 from turnout.worker.judge import Judge, Report, case_message, cases_of, check
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # builders' libraries
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+    ),  # builders' libraries
     pytest.mark.xdist_group("cases"),
 ]
 
 Build = Callable[[Path], Path]
-YES, IF, NO, MAYBE = VerdictStatus.SUPPORTED, VerdictStatus.CONDITIONAL, VerdictStatus.UNSUPPORTED, VerdictStatus.UNKNOWN
+YES, IF, NO, MAYBE = (
+    VerdictStatus.SUPPORTED,
+    VerdictStatus.CONDITIONAL,
+    VerdictStatus.UNSUPPORTED,
+    VerdictStatus.UNKNOWN,
+)
 # Codes that refuse for policy or trust: the library might well go on, which is the point.
-POLICY = ("code.", "artifact.path_escape", "recipe.", "index.", "option.", "task.", "template.", "device.", "dependency.", "quantization.unknown")
+POLICY = (
+    "code.",
+    "artifact.path_escape",
+    "recipe.",
+    "index.",
+    "option.",
+    "task.",
+    "template.",
+    "device.",
+    "dependency.",
+    "quantization.unknown",
+)
 
 
 @dataclass
@@ -49,7 +71,9 @@ class Row:
     remedy: Action | None = None
 
 
-def says(backend: str, status: VerdictStatus, code: str | None = None, text: str | None = None) -> tuple[str, VerdictStatus, str | None, str | None]:
+def says(
+    backend: str, status: VerdictStatus, code: str | None = None, text: str | None = None
+) -> tuple[str, VerdictStatus, str | None, str | None]:
     return backend, status, code, text
 
 
@@ -77,7 +101,9 @@ def everything(folder: Path) -> Path:
     (folder / "onnx").mkdir()
     graphs.decoder(folder / "onnx" / "model.onnx", past=True)
     (folder / "openvino").mkdir()
-    openvino.save_model(openvino.convert_model(folder / "onnx" / "model.onnx"), folder / "openvino" / "openvino_model.xml")
+    openvino.save_model(
+        openvino.convert_model(folder / "onnx" / "model.onnx"), folder / "openvino" / "openvino_model.xml"
+    )
     ggufs.write_gguf(folder / "model-q8_0.gguf")
     return folder
 
@@ -115,7 +141,18 @@ ORT, OV, LLAMA, OVG = "onnxruntime", "openvino", "llamacpp", "openvino-genai"
 ST, DIFF, CT2, TAB, OGA = "sentence-transformers", "diffusers", "ctranslate2", "tabular", "onnxruntime-genai"
 
 ROWS = [
-    Row("1", hf.llama, CHAT, [says(T, YES), says(ORT, NO, "artifact.missing"), says(OV, NO, "artifact.missing"), says(LLAMA, NO, "artifact.missing")], remedy=Action.CONVERT),
+    Row(
+        "1",
+        hf.llama,
+        CHAT,
+        [
+            says(T, YES),
+            says(ORT, NO, "artifact.missing"),
+            says(OV, NO, "artifact.missing"),
+            says(LLAMA, NO, "artifact.missing"),
+        ],
+        remedy=Action.CONVERT,
+    ),
     Row("2", on(hf.head_absent, False), GEN, [says(T, NO, "tensor.missing", "lm_head.weight")]),
     Row("3", on(hf.head_absent, True), GEN, [says(T, YES)]),
     Row("4", hf.layer_weight_absent, GEN, [says(T, NO, "tensor.missing", "model.layers.1.mlp.up_proj.weight")]),
@@ -129,12 +166,20 @@ ROWS = [
     Row("12", on(hf.auto_map, False), GEN, [says(T, IF, "code.required")], remedy=Action.GRANT_TRUST),
     Row("13", on(hf.rope, "su"), GEN, [says(T, NO, "config.unsupported_variant", "su")]),
     Row("14", on(hf.quantized, quant_method="wonderquant"), GEN, [says(T, NO, "quantization.unknown", "plain")]),
-    Row("15", on(hf.quantized, quant_method="gptq", bits=4, group_size=32), GEN, [says(T, IF, "dependency.missing", "gptqmodel")], remedy=Action.INSTALL),
+    Row(
+        "15",
+        on(hf.quantized, quant_method="gptq", bits=4, group_size=32),
+        GEN,
+        [says(T, IF, "dependency.missing", "gptqmodel")],
+        remedy=Action.INSTALL,
+    ),
     Row("16", on(hf.quantized, quant_method="nvfp4"), GEN, [says(T, NO, "quantization.unsupported")]),
     Row("17", on(hf.llama, template=None), CHAT, [says(T, IF, "template.missing")]),
     Row("17b", on(hf.llama, template=None), GEN, [says(T, YES)]),
     Row("18a", on(hf.llama, template="{% for %}"), CHAT, [says(T, NO, "template.invalid")]),
-    Row("18b", on(hf.llama, template="{% for i in range(10**9) %}x{% endfor %}"), CHAT, [says(T, NO, "template.unsafe")]),
+    Row(
+        "18b", on(hf.llama, template="{% for i in range(10**9) %}x{% endfor %}"), CHAT, [says(T, NO, "template.unsafe")]
+    ),
     Row("18c", on(hf.llama, template="{{ messages.__class__ }}"), CHAT, [says(T, NO, "template.unsafe")]),
     Row("18d", on(hf.llama, template="{% for %}"), GEN, [says(T, YES)]),
     Row("19", hf.tokenizer_too_large, GEN, [says(T, NO, "tokenizer.id_out_of_range", "94")]),
@@ -142,29 +187,118 @@ ROWS = [
     Row("21", on(hf.torch_checkpoint, True), GEN, [says(T, NO, "code.pickle_unsafe", "posix.system")]),
     Row("22", at(ggufs.write_gguf, "tiny.gguf", pre="smollm"), GEN, [says(LLAMA, YES), says(OVG, YES), says(T, IF)]),
     Row("22b", at(ggufs.write_gguf, "tiny.gguf"), GEN, [says(T, YES)], options={"allow_dequantize": "true"}),
-    Row("23", at(ggufs.write_gguf, "tiny.gguf", pre="smollm", kind="Q5_0"), GEN, [says(LLAMA, YES), says(OVG, NO, "quantization.unsupported", "Q5_0")]),
-    Row("24", ggufs.split_alone, GEN, [says(LLAMA, NO, "artifact.shard_missing"), says(T, NO, "artifact.shard_missing"), says(OVG, NO, "artifact.shard_missing")]),
-    Row("25", at(ggufs.adapter, "adapter.gguf"), GEN, [says(LLAMA, IF, "adapter.base_missing", "Tiny Llama"), says(T, NO), says(OVG, NO)]),
-    Row("26", on(pair_with, 48), "image-text-to-text", [says(LLAMA, NO, "adapter.base_mismatch", "48")], kind=ArtifactKind.GGUF_MMPROJ),
-    Row("27", at(ggufs.write_gguf, "tiny.gguf", arch="unheardof"), GEN, [says(LLAMA, NO, "architecture.unknown", "unheardof"), says(OVG, NO), says(T, NO)]),
-    Row("28", at(ggufs.write_gguf, "tiny.gguf", drop="blk.0.ffn_up"), GEN, [says(LLAMA, NO, "tensor.missing", "blk.0.ffn_up.weight"), says(OVG, NO, "tensor.missing"), says(T, NO, "tensor.missing")]),
-    Row("29", at(ggufs.write_gguf, "tiny.gguf", pre="wondertokens"), GEN, [says(LLAMA, NO, "tokenizer.pre_unknown", "wondertokens"), says(T, IF, "tokenizer.pre_unknown")]),
+    Row(
+        "23",
+        at(ggufs.write_gguf, "tiny.gguf", pre="smollm", kind="Q5_0"),
+        GEN,
+        [says(LLAMA, YES), says(OVG, NO, "quantization.unsupported", "Q5_0")],
+    ),
+    Row(
+        "24",
+        ggufs.split_alone,
+        GEN,
+        [
+            says(LLAMA, NO, "artifact.shard_missing"),
+            says(T, NO, "artifact.shard_missing"),
+            says(OVG, NO, "artifact.shard_missing"),
+        ],
+    ),
+    Row(
+        "25",
+        at(ggufs.adapter, "adapter.gguf"),
+        GEN,
+        [says(LLAMA, IF, "adapter.base_missing", "Tiny Llama"), says(T, NO), says(OVG, NO)],
+    ),
+    Row(
+        "26",
+        on(pair_with, 48),
+        "image-text-to-text",
+        [says(LLAMA, NO, "adapter.base_mismatch", "48")],
+        kind=ArtifactKind.GGUF_MMPROJ,
+    ),
+    Row(
+        "27",
+        at(ggufs.write_gguf, "tiny.gguf", arch="unheardof"),
+        GEN,
+        [says(LLAMA, NO, "architecture.unknown", "unheardof"), says(OVG, NO), says(T, NO)],
+    ),
+    Row(
+        "28",
+        at(ggufs.write_gguf, "tiny.gguf", drop="blk.0.ffn_up"),
+        GEN,
+        [
+            says(LLAMA, NO, "tensor.missing", "blk.0.ffn_up.weight"),
+            says(OVG, NO, "tensor.missing"),
+            says(T, NO, "tensor.missing"),
+        ],
+    ),
+    Row(
+        "29",
+        at(ggufs.write_gguf, "tiny.gguf", pre="wondertokens"),
+        GEN,
+        [says(LLAMA, NO, "tokenizer.pre_unknown", "wondertokens"), says(T, IF, "tokenizer.pre_unknown")],
+    ),
     Row("30", at(graphs.mlp, "m.onnx"), "tensor", [says(ORT, YES), says(OV, YES)]),
-    Row("31", at(graphs.mlp, "m.onnx", opset=29), "tensor", [says(ORT, NO, "operator.opset_too_new", "29"), says(OV, MAYBE, "operator.opset_too_new")]),
-    Row("32", at(graphs.mlp, "m.onnx", ir=15), "tensor", [says(ORT, NO, "operator.ir_too_new", "15"), says(OV, MAYBE, "operator.ir_too_new")]),
-    Row("33", at(graphs.custom_domain, "m.onnx"), "tensor", [says(ORT, NO, "operator.unknown_domain", "com.acme.MyOp"), says(OV, NO, "operator.unknown_domain", "com.acme.MyOp")]),
-    Row("34", at(graphs.matmul, "m.onnx", 16), "tensor", [says(ORT, NO, "operator.no_kernel", "MatMul"), says(OV, YES)]),
+    Row(
+        "31",
+        at(graphs.mlp, "m.onnx", opset=29),
+        "tensor",
+        [says(ORT, NO, "operator.opset_too_new", "29"), says(OV, MAYBE, "operator.opset_too_new")],
+    ),
+    Row(
+        "32",
+        at(graphs.mlp, "m.onnx", ir=15),
+        "tensor",
+        [says(ORT, NO, "operator.ir_too_new", "15"), says(OV, MAYBE, "operator.ir_too_new")],
+    ),
+    Row(
+        "33",
+        at(graphs.custom_domain, "m.onnx"),
+        "tensor",
+        [
+            says(ORT, NO, "operator.unknown_domain", "com.acme.MyOp"),
+            says(OV, NO, "operator.unknown_domain", "com.acme.MyOp"),
+        ],
+    ),
+    Row(
+        "34", at(graphs.matmul, "m.onnx", 16), "tensor", [says(ORT, NO, "operator.no_kernel", "MatMul"), says(OV, YES)]
+    ),
     Row("35", at(graphs.matmul, "m.onnx", 10), "tensor", [says(ORT, YES), says(OV, YES)]),
-    Row("36", on(graphs.external, write=False), "tensor", [says(ORT, NO, "artifact.missing", "weights.bin"), says(OV, NO, "artifact.missing")]),
-    Row("37a", on(graphs.external, "../weights.bin", write=False), "tensor", [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")]),
-    Row("37b", on(graphs.external, "/etc/hostname", write=False), "tensor", [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")]),
-    Row("37c", graphs.linked_data, "tensor", [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")]),
+    Row(
+        "36",
+        on(graphs.external, write=False),
+        "tensor",
+        [says(ORT, NO, "artifact.missing", "weights.bin"), says(OV, NO, "artifact.missing")],
+    ),
+    Row(
+        "37a",
+        on(graphs.external, "../weights.bin", write=False),
+        "tensor",
+        [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")],
+    ),
+    Row(
+        "37b",
+        on(graphs.external, "/etc/hostname", write=False),
+        "tensor",
+        [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")],
+    ),
+    Row(
+        "37c",
+        graphs.linked_data,
+        "tensor",
+        [says(ORT, NO, "artifact.path_escape"), says(OV, NO, "artifact.path_escape")],
+    ),
     Row("38", graphs.hub_cache, "tensor", [says(ORT, YES), says(OV, IF, "artifact.path_escape")]),
     Row("38b", graphs.hub_cache, "tensor", [says(ORT, YES), says(OV, YES)], options={"materialise": "true"}),
     Row("39", on(graphs.decoder_package, False), GEN, [says(ORT, YES)]),
     Row("40", on(graphs.genai, wonder=1), GEN, [says(OGA, NO, "config.unknown_semantic_key", "wonder")]),
     Row("40b", graphs.genai, GEN, [says(OGA, YES)]),
-    Row("41", on(graphs.genai, decoder__session_options={"provider_options": [{"cuda": {}}]}), GEN, [says(OGA, NO, "device.unavailable", "cuda")]),
+    Row(
+        "41",
+        on(graphs.genai, decoder__session_options={"provider_options": [{"cuda": {}}]}),
+        GEN,
+        [says(OGA, NO, "device.unavailable", "cuda")],
+    ),
     Row("42", on(graphs.genai, decoder__inputs__input_ids="ids"), GEN, [says(OGA, NO, "graph.io_mismatch", "ids")]),
     Row("43", graphs.ir_cut, "tensor", [says(OV, NO, "artifact.truncated")]),
     Row("44", on(graphs.genai_ir, False, True), GEN, [says(OVG, NO, "graph.state_missing")]),
@@ -172,13 +306,20 @@ ROWS = [
     Row("46", bundles.diffusion, "text-to-image", [says(DIFF, YES)]),
     Row("47", bundles.unet_lacks_tensor, "text-to-image", [says(DIFF, NO, "tensor.missing", "conv_in.weight")]),
     Row("48", bundles.component_is_code, "text-to-image", [says(DIFF, NO, "code.required", "my_unet")]),
-    Row("49", bundles.only_fp16, "text-to-image", [says(DIFF, IF, "artifact.missing", "fp16")], remedy=Action.SET_OPTION),
+    Row(
+        "49", bundles.only_fp16, "text-to-image", [says(DIFF, IF, "artifact.missing", "fp16")], remedy=Action.SET_OPTION
+    ),
     Row("49b", bundles.only_fp16, "text-to-image", [says(DIFF, YES)], options={"variant": "fp16"}),
     Row("50", bundles.dduf, "text-to-image", [says(DIFF, NO, "config.unsupported_variant", "DDUF")]),
     Row("51", bundles.sentences, "embeddings", [says(ST, YES), says(T, YES)]),
     Row("52", bundles.without_modules, "embeddings", [says(T, IF, "recipe.assumed")], remedy=Action.SET_OPTION),
     Row("52b", bundles.without_modules, "embeddings", [says(T, YES)], options={"pooling": "cls"}),
-    Row("53", bundles.pooling_width, "embeddings", [says(ST, NO, "recipe.conflict", "64"), says(T, NO, "recipe.conflict", "64")]),
+    Row(
+        "53",
+        bundles.pooling_width,
+        "embeddings",
+        [says(ST, NO, "recipe.conflict", "64"), says(T, NO, "recipe.conflict", "64")],
+    ),
     Row("54", bundles.foreign_module, "embeddings", [says(ST, IF, "code.required")], remedy=Action.GRANT_TRUST),
     Row("55", hf.encoder, "rerank", [says(T, NO, "head.missing")]),
     Row("55b", bundles.sentences, "rerank", [says(ST, NO, "head.missing"), says(T, NO, "head.missing")]),
@@ -193,17 +334,48 @@ ROWS = [
     Row("60", classical.ct2_decoder, "translation", [says(CT2, NO, "task.not_offered")]),
     Row("61a", at(classical.booster, "m.json"), "tabular-classification", [says(TAB, YES)]),
     Row("61b", at(classical.booster, "m.ubj"), "tabular-classification", [says(TAB, YES)]),
-    Row("63", at(classical.custom_objective, "m.json"), "tabular-regression", [says(TAB, NO, "config.unsupported_variant", "my:objective")]),
-    Row("64", at(classical.pickled_booster, "m.pkl"), "tabular-classification", [says(TAB, NO, "code.pickle_unsafe", "xgboost")]),
-    Row("65", at(classical.zipmap, "m.onnx"), "tabular-classification", [says(ORT, YES), says(OV, NO, "operator.unknown_domain", "ai.onnx.ml")]),
-    Row("66", at(classical.skops, "m.skops", False), "tabular-classification", [says(TAB, NO, "code.untrusted_type", "strange")]),
+    Row(
+        "63",
+        at(classical.custom_objective, "m.json"),
+        "tabular-regression",
+        [says(TAB, NO, "config.unsupported_variant", "my:objective")],
+    ),
+    Row(
+        "64",
+        at(classical.pickled_booster, "m.pkl"),
+        "tabular-classification",
+        [says(TAB, NO, "code.pickle_unsafe", "xgboost")],
+    ),
+    Row(
+        "65",
+        at(classical.zipmap, "m.onnx"),
+        "tabular-classification",
+        [says(ORT, YES), says(OV, NO, "operator.unknown_domain", "ai.onnx.ml")],
+    ),
+    Row(
+        "66",
+        at(classical.skops, "m.skops", False),
+        "tabular-classification",
+        [says(TAB, NO, "code.untrusted_type", "strange")],
+    ),
     Row("66b", at(classical.skops, "m.skops", True), "tabular-classification", [says(TAB, YES)]),
-    Row("67", at(classical.joblib_pickle, "m.joblib"), "tabular-classification", [says(TAB, NO, "code.pickle_unsafe", "sklearn")]),
+    Row(
+        "67",
+        at(classical.joblib_pickle, "m.joblib"),
+        "tabular-classification",
+        [says(TAB, NO, "code.pickle_unsafe", "sklearn")],
+    ),
     Row("69", hf.forecaster, "time-series-forecasting", [says(T, NO, None, "15")], options={"history": 10}),
     Row("69b", hf.forecaster, "time-series-forecasting", [says(T, YES)]),
     Row("70", hf.decision, CHAT, [says(T, NO, "task.not_offered")]),
     Row("72a", hf.llama, GEN, [says(T, NO, "device.unavailable", "cuda")], device="cuda"),
-    Row("72b", at(graphs.mlp, "m.onnx"), "tensor", [says(ORT, NO, "device.unavailable", "cuda"), says(OV, NO, "device.unavailable")], device="cuda"),
+    Row(
+        "72b",
+        at(graphs.mlp, "m.onnx"),
+        "tensor",
+        [says(ORT, NO, "device.unavailable", "cuda"), says(OV, NO, "device.unavailable")],
+        device="cuda",
+    ),
 ]
 
 
@@ -231,7 +403,10 @@ def relevant(row: Row, report: Report, backend: str) -> list[Verdict]:
 
 
 def told(verdict: Verdict) -> str:
-    return "\n".join(f"{r.code}: {r.message} [{r.observed} / {r.expected} / {r.where}]" for r in [*verdict.reasons, *verdict.unknowns])
+    return "\n".join(
+        f"{r.code}: {r.message} [{r.observed} / {r.expected} / {r.where}]"
+        for r in [*verdict.reasons, *verdict.unknowns]
+    )
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.number)
@@ -282,6 +457,53 @@ def forced(judge: Judge, report: Report, case: Case, backend: str) -> None:
         raise TurnoutError(str(answer["reasons"]))
 
 
+Compare = Callable[[Path, Any], None]
+REFERENCES: dict[str, Compare] = {
+    "1": ref.eager_chat,
+    **dict.fromkeys(("8", "11", "17b", "18d", "20"), ref.eager),
+    "56b": ref.adapted,
+    "58": ref.adapted,
+    "59b": ref.beside,
+    "22": ref.dequantized,
+    "22b": ref.dequantized,
+    "39": ref.hand_decoder,
+    "40b": ref.hand_decoder,
+    "30": ref.mlp,
+    "38": ref.mlp,
+    "38b": ref.mlp,
+    "34": ref.product(3e-2),
+    "35": ref.product(5e-3),
+    "51": ref.pooled("mean", True),
+    "52b": ref.pooled("cls", False),
+    "55c": ref.scored,
+    "61a": ref.boosted,
+    "61b": ref.boosted,
+    "65": ref.classified,
+    "66b": ref.piped,
+    "46": ref.painted(None),
+    "49b": ref.painted("fp16"),
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.number in REFERENCES], ids=lambda row: row.number)
+def test_supported_cases_give_the_reference(row: Row, built: Callable[[Row], Path], judge: Judge) -> None:
+    """Every backend that says supported computes what an independent implementation does."""
+    path = built(row)
+    report = report_of(row, path, judge)
+    inputs, options = ref.inputs_of(row.task)
+    request = Request(row.task, inputs, Sampling(max_tokens=ref.TOKENS, seed=7), options)
+    compared = 0
+    for case in cases_of(report.package, report.package.artifacts, row.task, row.device, row.options):
+        for verdict in (v for v in report.verdicts if v.artifact == case.artifact.id and v.status is YES):
+            judge.worker.call(
+                "load", timeout=WORKER.load_s, backend=verdict.backend, case=case_message(report.package, case)
+            )
+            answer = judge.worker.call("run", timeout=WORKER.run_s, request=request)
+            REFERENCES[row.number](path, wire.rebuild(answer["output"], contract_of(row.task).output_type))
+            compared += 1
+    assert compared >= sum(1 for _, status, *_ in row.expect if status is YES)
+
+
 # ---- shapes whose point is not one verdict -----------------------------------------------------
 
 
@@ -312,7 +534,11 @@ def test_71_all_artifacts_of_a_mixed_package(tmp_path: Path, judge: Judge) -> No
     kinds = {a.kind for a in report.package.artifacts}
     assert {ArtifactKind.TRANSFORMERS, ArtifactKind.ONNX, ArtifactKind.OPENVINO_IR, ArtifactKind.GGUF} <= kinds
     supported = {(v.kind, v.backend) for v in report.verdicts if v.status is YES}
-    assert {(ArtifactKind.TRANSFORMERS, "transformers"), (ArtifactKind.ONNX, "onnxruntime"), (ArtifactKind.GGUF, "llamacpp")} <= supported
+    assert {
+        (ArtifactKind.TRANSFORMERS, "transformers"),
+        (ArtifactKind.ONNX, "onnxruntime"),
+        (ArtifactKind.GGUF, "llamacpp"),
+    } <= supported
     assert report.chosen is not None and "prior" in report.why
     measured = check(str(tmp_path / "all"), "text-generation", execute=True, judge=judge)
     assert measured.chosen is not None and "measured" in measured.why

@@ -79,11 +79,25 @@ def minilm_onnx(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             self.model = model  # a submodule, so that its weights are exported as such
 
         def forward(self, input_ids, attention_mask, token_type_ids):  # type: ignore[no-untyped-def]
-            return self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).last_hidden_state
+            return self.model(
+                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+            ).last_hidden_state
 
     names = ["input_ids", "attention_mask", "token_type_ids"]
-    example = (torch.ones(2, 7, dtype=torch.long), torch.tensor([[1] * 7, [1] * 5 + [0] * 2]), torch.zeros(2, 7, dtype=torch.long))
+    example = (
+        torch.ones(2, 7, dtype=torch.long),
+        torch.tensor([[1] * 7, [1] * 5 + [0] * 2]),
+        torch.zeros(2, 7, dtype=torch.long),
+    )
     axes = {name: {0: "batch", 1: "sequence"} for name in [*names, "last_hidden_state"]}
-    torch.onnx.export(Hidden().eval(), example, str(target / "model.onnx"), input_names=names, output_names=["last_hidden_state"],
-                      dynamic_axes=axes, opset_version=18, dynamo=False)
+    torch.onnx.export(
+        Hidden().eval(),
+        example,
+        str(target / "model.onnx"),
+        input_names=names,
+        output_names=["last_hidden_state"],
+        dynamic_axes=axes,
+        opset_version=18,
+        dynamo=False,
+    )
     return target

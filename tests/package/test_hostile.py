@@ -63,8 +63,15 @@ def safetensors(tensors: dict[str, list[int]], raw_header: bytes | None = None) 
     return struct.pack("<Q", len(text)) + text + bytes(offset)
 
 
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1,
-         "num_attention_heads": 1, "vocab_size": 8, "intermediate_size": 8}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 8,
+    "intermediate_size": 8,
+}
 GOOD = safetensors({"model.embed_tokens.weight": [8, 8]})
 
 
@@ -102,7 +109,9 @@ def gguf_string(text: str) -> bytes:
 
 
 def templated(template: str) -> Callable[[Path], Path]:
-    return lambda directory: write(directory, {"config.json": LLAMA, "model.safetensors": GOOD, "chat_template.jinja": template})
+    return lambda directory: write(
+        directory, {"config.json": LLAMA, "model.safetensors": GOOD, "chat_template.jinja": template}
+    )
 
 
 def linked(directory: Path) -> Path:
@@ -131,58 +140,142 @@ def onnx_outside(directory: Path) -> Path:
     for key, value in {"location": "../../etc/hostname", "offset": "0", "length": "16"}.items():
         weight.external_data.add(key=key, value=value)
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [helper.make_tensor_value_info("x", 1, [1, 2])],
-        [helper.make_tensor_value_info("y", 1, [1, 2])], [weight])
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [1, 2])],
+        [helper.make_tensor_value_info("y", 1, [1, 2])],
+        [weight],
+    )
     (directory / "model.onnx").write_bytes(helper.make_model(graph).SerializeToString())
     assert onnx.__version__
     return directory
 
 
-LAUGHS = """<?xml version="1.0"?><!DOCTYPE net [<!ENTITY a "aaaaaaaaaa">""" + "".join(
-    f'<!ENTITY {chr(98 + i)} "{("&" + chr(97 + i) + ";") * 10}">' for i in range(9)) + """]><net name="&j;" version="11"></net>"""
+LAUGHS = (
+    """<?xml version="1.0"?><!DOCTYPE net [<!ENTITY a "aaaaaaaaaa">"""
+    + "".join(f'<!ENTITY {chr(98 + i)} "{("&" + chr(97 + i) + ";") * 10}">' for i in range(9))
+    + """]><net name="&j;" version="11"></net>"""
+)
 
 Build = Callable[[Path], Path]
 HOSTILE: dict[str, tuple[Build, str]] = {
-    "index-outside": (lambda d: write(d, {"config.json": LLAMA, "model.safetensors.index.json": {
-        "weight_map": {"model.embed_tokens.weight": "../outside.safetensors"}}}), "artifact.path_escape"),
-    "index-absolute": (lambda d: write(d, {"config.json": LLAMA, "model.safetensors.index.json": {
-        "weight_map": {"a": "/etc/hostname"}}}), "artifact.path_escape"),
+    "index-outside": (
+        lambda d: write(
+            d,
+            {
+                "config.json": LLAMA,
+                "model.safetensors.index.json": {"weight_map": {"model.embed_tokens.weight": "../outside.safetensors"}},
+            },
+        ),
+        "artifact.path_escape",
+    ),
+    "index-absolute": (
+        lambda d: write(
+            d, {"config.json": LLAMA, "model.safetensors.index.json": {"weight_map": {"a": "/etc/hostname"}}}
+        ),
+        "artifact.path_escape",
+    ),
     "link-outside": (linked, "artifact.path_escape"),
     "onnx-data-outside": (onnx_outside, "artifact.path_escape"),
     "skops-bomb": (lambda d: bomb(d, "m.skops", "schema.json", {}), "artifact.corrupt"),
     "torch-bomb": (lambda d: bomb(d, "m.pt", "archive/data.pkl", {"archive/version": "3"}), "artifact.corrupt"),
-    "safetensors-header": (lambda d: write(d, {"config.json": LLAMA, "model.safetensors": struct.pack("<Q", HUGE) + b"{}"}), "artifact."),
-    "safetensors-shape": (lambda d: write(d, {"config.json": LLAMA, "model.safetensors": safetensors({}, json.dumps(
-        {"a": {"dtype": "F32", "shape": [HUGE, HUGE], "data_offsets": [0, 4]}}).encode())}), "artifact."),
-    "safetensors-negative": (lambda d: write(d, {"config.json": LLAMA, "model.safetensors": safetensors({}, json.dumps(
-        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [-4, 0]}}).encode())}), "artifact."),
+    "safetensors-header": (
+        lambda d: write(d, {"config.json": LLAMA, "model.safetensors": struct.pack("<Q", HUGE) + b"{}"}),
+        "artifact.",
+    ),
+    "safetensors-shape": (
+        lambda d: write(
+            d,
+            {
+                "config.json": LLAMA,
+                "model.safetensors": safetensors(
+                    {}, json.dumps({"a": {"dtype": "F32", "shape": [HUGE, HUGE], "data_offsets": [0, 4]}}).encode()
+                ),
+            },
+        ),
+        "artifact.",
+    ),
+    "safetensors-negative": (
+        lambda d: write(
+            d,
+            {
+                "config.json": LLAMA,
+                "model.safetensors": safetensors(
+                    {}, json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [-4, 0]}}).encode()
+                ),
+            },
+        ),
+        "artifact.",
+    ),
     "gguf-tensors": (lambda d: write(d, {"m.gguf": gguf(HUGE, 0)}), "artifact."),
     "gguf-keys": (lambda d: write(d, {"m.gguf": gguf(0, HUGE)}), "artifact."),
-    "gguf-array": (lambda d: write(d, {"m.gguf": gguf(0, 1, gguf_string("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, HUGE))}), "artifact."),
-    "gguf-nested-arrays": (lambda d: write(d, {"m.gguf": gguf(0, 1, gguf_string("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000)}), "artifact."),
+    "gguf-array": (
+        lambda d: write(
+            d, {"m.gguf": gguf(0, 1, gguf_string("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, HUGE))}
+        ),
+        "artifact.",
+    ),
+    "gguf-nested-arrays": (
+        lambda d: write(
+            d, {"m.gguf": gguf(0, 1, gguf_string("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000)}
+        ),
+        "artifact.",
+    ),
     "gguf-string": (lambda d: write(d, {"m.gguf": gguf(0, 1, struct.pack("<Q", HUGE) + b"a")}), "artifact."),
-    "json-deep": (lambda d: write(d, {"config.json": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "model.safetensors": GOOD}), "config.invalid"),
-    "json-repeated": (lambda d: write(d, {"config.json": '{"model_type":"llama","model_type":"bert"}', "model.safetensors": GOOD}), "config.invalid"),
+    "json-deep": (
+        lambda d: write(d, {"config.json": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "model.safetensors": GOOD}),
+        "config.invalid",
+    ),
+    "json-repeated": (
+        lambda d: write(d, {"config.json": '{"model_type":"llama","model_type":"bert"}', "model.safetensors": GOOD}),
+        "config.invalid",
+    ),
     "template-range": (templated("{% for i in range(1000000000) %}x{% endfor %}"), "template."),
-    "template-nested-loops": (templated("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"), "template."),
+    "template-nested-loops": (
+        templated(
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+        ),
+        "template.",
+    ),
     "template-attributes": (templated("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "template.unsafe"),
     "template-attribute-filter": (templated("{{ messages|attr('__class__') }}"), "template.unsafe"),
     "template-repeated-text": (templated("{{ 'a' * 10000000000 }}"), "template."),
     "template-power": (templated("{{ 9 ** 9 ** 9 ** 9 }}"), "template."),
     "template-padding": (templated("{{ 'a'|center(3000000000) }}"), "template."),
     "template-recursion": (templated("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}"), "template."),
-    "template-doubling": (templated("{% set n = namespace(s='aaaaaaaaaa') %}" + "{% set n.s = n.s ~ n.s %}" * 60 + "{{ n.s }}"), "template."),
-    "pickle-bin": (lambda d: write(d, {"config.json": LLAMA, "pytorch_model.bin": torch_zip(pickle.dumps(Evil()))}), "code.pickle_unsafe"),
+    "template-doubling": (
+        templated("{% set n = namespace(s='aaaaaaaaaa') %}" + "{% set n.s = n.s ~ n.s %}" * 60 + "{{ n.s }}"),
+        "template.",
+    ),
+    "pickle-bin": (
+        lambda d: write(d, {"config.json": LLAMA, "pytorch_model.bin": torch_zip(pickle.dumps(Evil()))}),
+        "code.pickle_unsafe",
+    ),
     "pickle-pt": (lambda d: write(d, {"m.pt": torch_zip(pickle.dumps({"w": Evil()}))}), "code.pickle_unsafe"),
     "pickle-legacy": (lambda d: write(d, {"m.pth": pickle.dumps(Evil(), protocol=2)}), "code.pickle_unsafe"),
     "pickle-pkl": (lambda d: write(d, {"m.pkl": pickle.dumps(Evil())}), "code.pickle_unsafe"),
     "pickle-joblib": (lambda d: write(d, {"m.joblib": pickle.dumps(Evil())}), "code.pickle_unsafe"),
     "xml-laughs": (lambda d: write(d, {"openvino_model.xml": LAUGHS, "openvino_model.bin": b"x"}), "artifact."),
-    "xml-deep": (lambda d: write(d, {"openvino_model.xml": "<net>" * 200_000, "openvino_model.bin": b"x"}), "artifact."),
-    "ubj-count": (lambda d: write(d, {"m.ubj": b"{L" + struct.pack(">q", 7) + b"learner{L" + struct.pack(">q", HUGE)}), "artifact."),
-    "ubj-deep": (lambda d: write(d, {"m.ubj": b"{L" + struct.pack(">q", 7) + b"learner" + b"[" * 100_000}), "artifact."),
-    "protobuf-length": (lambda d: write(d, {"m.onnx": b"\x08\x08\x3a\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(40)}), "artifact."),
-    "tflite-offsets": (lambda d: write(d, {"m.tflite": struct.pack("<I", 0xFFFFFFF0) + b"TFL3" + bytes(64)}), "artifact."),
+    "xml-deep": (
+        lambda d: write(d, {"openvino_model.xml": "<net>" * 200_000, "openvino_model.bin": b"x"}),
+        "artifact.",
+    ),
+    "ubj-count": (
+        lambda d: write(d, {"m.ubj": b"{L" + struct.pack(">q", 7) + b"learner{L" + struct.pack(">q", HUGE)}),
+        "artifact.",
+    ),
+    "ubj-deep": (
+        lambda d: write(d, {"m.ubj": b"{L" + struct.pack(">q", 7) + b"learner" + b"[" * 100_000}),
+        "artifact.",
+    ),
+    "protobuf-length": (
+        lambda d: write(d, {"m.onnx": b"\x08\x08\x3a\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(40)}),
+        "artifact.",
+    ),
+    "tflite-offsets": (
+        lambda d: write(d, {"m.tflite": struct.pack("<I", 0xFFFFFFF0) + b"TFL3" + bytes(64)}),
+        "artifact.",
+    ),
 }
 
 
@@ -214,13 +307,23 @@ def test_package_code_is_never_imported(tmp_path: Path, judge) -> None:  # type:
 
     marker = tmp_path / "ran"
     code = f"open({str(marker)!r}, 'w').close()\nclass M: pass\n"
-    root = write(tmp_path / "p", {
-        "config.json": LLAMA | {"model_type": "unheard", "architectures": ["M"], "auto_map": {
-            "AutoConfig": "modeling_m.M", "AutoModelForCausalLM": "modeling_m.M"}},
-        "modeling_m.py": code, "configuration_m.py": code, "tokenization_m.py": code, "custom_generate/generate.py": code,
-        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tokenization_m.M", None]}},
-        "model.safetensors": GOOD,
-    })
+    root = write(
+        tmp_path / "p",
+        {
+            "config.json": LLAMA
+            | {
+                "model_type": "unheard",
+                "architectures": ["M"],
+                "auto_map": {"AutoConfig": "modeling_m.M", "AutoModelForCausalLM": "modeling_m.M"},
+            },
+            "modeling_m.py": code,
+            "configuration_m.py": code,
+            "tokenization_m.py": code,
+            "custom_generate/generate.py": code,
+            "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tokenization_m.M", None]}},
+            "model.safetensors": GOOD,
+        },
+    )
     report = check(str(root), "text-generation", execute=True, judge=judge)
     assert all(v.status is not VerdictStatus.SUPPORTED for v in report.verdicts)
     assert any(r.code == "code.required" for v in report.verdicts if v.backend == "transformers" for r in v.reasons)

@@ -41,12 +41,21 @@ def measure(*arguments: str) -> dict[str, float]:
 
 def llama_70b(directory: Path) -> Path:
     """A directory of the shape of Llama-3-70B in bfloat16: real headers and index, sparse files."""
-    tensors = {"model.embed_tokens.weight": [VOCAB, HIDDEN], "model.norm.weight": [HIDDEN], "lm_head.weight": [VOCAB, HIDDEN]}
+    tensors = {
+        "model.embed_tokens.weight": [VOCAB, HIDDEN],
+        "model.norm.weight": [HIDDEN],
+        "lm_head.weight": [VOCAB, HIDDEN],
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = [HIDDEN]
-        for name, shape in {"q_proj": [HIDDEN, HIDDEN], "k_proj": [KV, HIDDEN], "v_proj": [KV, HIDDEN], "o_proj": [HIDDEN, HIDDEN]}.items():
+        for name, shape in {
+            "q_proj": [HIDDEN, HIDDEN],
+            "k_proj": [KV, HIDDEN],
+            "v_proj": [KV, HIDDEN],
+            "o_proj": [HIDDEN, HIDDEN],
+        }.items():
             tensors[f"{prefix}self_attn.{name}.weight"] = shape
         for name, shape in {"gate_proj": [FFN, HIDDEN], "up_proj": [FFN, HIDDEN], "down_proj": [HIDDEN, FFN]}.items():
             tensors[f"{prefix}mlp.{name}.weight"] = shape
@@ -68,10 +77,23 @@ def llama_70b(directory: Path) -> Path:
             stream.write(struct.pack("<Q", len(text)) + text)
             stream.truncate(8 + len(text) + offset)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (directory / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": FFN, "vocab_size": VOCAB,
-        "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "tie_word_embeddings": False}))
+    (directory / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": HIDDEN,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "intermediate_size": FFN,
+                "vocab_size": VOCAB,
+                "max_position_embeddings": 8192,
+                "torch_dtype": "bfloat16",
+                "tie_word_embeddings": False,
+            }
+        )
+    )
     return directory
 
 

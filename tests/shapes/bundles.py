@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-
 from tests.shapes import hf
 
 
@@ -18,8 +17,16 @@ def diffusion(folder: Path) -> Path:
     import diffusers
 
     torch.manual_seed(0)
-    unet = diffusers.UNet2DModel(sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-                                 down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"))
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(folder)
     return folder
 
@@ -77,7 +84,9 @@ def sentences(folder: Path) -> Path:
 
     hf.encoder(folder / "bert")
     transformer = Transformer(str(folder / "bert"))
-    SentenceTransformer(modules=[transformer, Pooling(32, "mean"), Normalize()], device="cpu").save(str(folder / "model"))
+    SentenceTransformer(modules=[transformer, Pooling(32, "mean"), Normalize()], device="cpu").save(
+        str(folder / "model")
+    )
     return folder / "model"
 
 
@@ -129,8 +138,17 @@ def lora(folder: Path, base: str | None = None, **config: Any) -> Path:
         hf.llama(folder / "base")
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM",
-                                                         init_lora_weights=False, **config))
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "v_proj"],
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+            **config,
+        ),
+    )
     adapted.save_pretrained(folder / "adapter")
     settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(folder / "base") if base is None else base

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from tests.shapes import hf
 
 FEATURES = ["length", "width", "height", "weight"]
@@ -30,7 +29,9 @@ def ct2_decoder(folder: Path) -> Path:
     import ctranslate2
 
     hf.llama(folder / "whole")
-    copied = [n for n in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja") if (folder / "whole" / n).exists()]
+    copied = [
+        n for n in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja") if (folder / "whole" / n).exists()
+    ]
     converter = ctranslate2.converters.TransformersConverter(str(folder / "whole"), copy_files=copied)
     converter.convert(str(folder / "model"))
     return folder / "model"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FLOAT = TensorProto.FLOAT
@@ -21,8 +20,16 @@ def mlp_reference(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def save(path: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: list[Any], opset: int = 18, ir: int = 9,
-         domains: tuple[str, ...] = ()) -> Path:
+def save(
+    path: Path,
+    nodes: list[Any],
+    inputs: list[Any],
+    outputs: list[Any],
+    weights: list[Any],
+    opset: int = 18,
+    ir: int = 9,
+    domains: tuple[str, ...] = (),
+) -> Path:
     """Writes a model; nothing is checked, so that broken ones can be written too."""
     graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
@@ -36,16 +43,37 @@ def mlp(path: Path, opset: int = 18, ir: int = 9, kind: int = FLOAT) -> Path:
     """Cases 30 to 32, 34, 35: x [batch, 4] -> y [batch, 3], in the element type ``kind``."""
     dtype = helper.tensor_dtype_to_np_dtype(kind)
     weights = [numpy_helper.from_array(W1.astype(dtype), "w1"), numpy_helper.from_array(W2.astype(dtype), "w2")]
-    nodes = [helper.make_node("MatMul", ["x", "w1"], ["h"]), helper.make_node("Relu", ["h"], ["r"]), helper.make_node("MatMul", ["r", "w2"], ["y"])]
-    return save(path, nodes, [helper.make_tensor_value_info("x", kind, ["batch", 4])], [helper.make_tensor_value_info("y", kind, ["batch", 3])],
-                weights, opset, ir)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("MatMul", ["r", "w2"], ["y"]),
+    ]
+    return save(
+        path,
+        nodes,
+        [helper.make_tensor_value_info("x", kind, ["batch", 4])],
+        [helper.make_tensor_value_info("y", kind, ["batch", 3])],
+        weights,
+        opset,
+        ir,
+    )
 
 
 def matmul(path: Path, kind: int) -> Path:
     """Case 34 and 35 with a float32 rim: x is cast, multiplied in ``kind``, and cast back."""
     weight = numpy_helper.from_array(W1.astype(helper.tensor_dtype_to_np_dtype(kind)), "w1")
-    nodes = [helper.make_node("Cast", ["x"], ["c"], to=kind), helper.make_node("MatMul", ["c", "w1"], ["m"]), helper.make_node("Cast", ["m"], ["y"], to=FLOAT)]
-    return save(path, nodes, [helper.make_tensor_value_info("x", FLOAT, ["batch", 4])], [helper.make_tensor_value_info("y", FLOAT, ["batch", 8])], [weight])
+    nodes = [
+        helper.make_node("Cast", ["x"], ["c"], to=kind),
+        helper.make_node("MatMul", ["c", "w1"], ["m"]),
+        helper.make_node("Cast", ["m"], ["y"], to=FLOAT),
+    ]
+    return save(
+        path,
+        nodes,
+        [helper.make_tensor_value_info("x", FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch", 8])],
+        [weight],
+    )
 
 
 def custom_domain(path: Path) -> Path:
@@ -60,9 +88,18 @@ def external(folder: Path, location: str = "weights.bin", write: bool = True) ->
     tensor = TensorProto(name="w1", data_type=FLOAT, dims=[4, 8], data_location=TensorProto.EXTERNAL)
     for key, value in {"location": location, "offset": "0", "length": str(W1.nbytes)}.items():
         tensor.external_data.add(key=key, value=value)
-    nodes = [helper.make_node("MatMul", ["x", "w1"], ["h"]), helper.make_node("Relu", ["h"], ["r"]), helper.make_node("MatMul", ["r", "w2"], ["y"])]
-    path = save(folder / "model.onnx", nodes, [helper.make_tensor_value_info("x", FLOAT, ["batch", 4])],
-                [helper.make_tensor_value_info("y", FLOAT, ["batch", 3])], [tensor, numpy_helper.from_array(W2, "w2")])
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("MatMul", ["r", "w2"], ["y"]),
+    ]
+    path = save(
+        folder / "model.onnx",
+        nodes,
+        [helper.make_tensor_value_info("x", FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch", 3])],
+        [tensor, numpy_helper.from_array(W2, "w2")],
+    )
     if write:
         (folder / location).write_bytes(W1.tobytes())
     return path
@@ -105,18 +142,38 @@ def decoder(path: Path, past: bool, layers: int = 1) -> Path:
     head = rng.normal(size=(HIDDEN, VOCAB)).astype(np.float32)
     weights = [numpy_helper.from_array(table, "table"), numpy_helper.from_array(head, "head")]
     nodes = [helper.make_node("Gather", ["table", "input_ids"], ["e"])]
-    ids = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", length]) for n, length in (("input_ids", "sequence"), ("attention_mask", "total"))]
+    ids = [
+        helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", length])
+        for n, length in (("input_ids", "sequence"), ("attention_mask", "total"))
+    ]
     outputs = [helper.make_tensor_value_info("logits", FLOAT, ["batch", "sequence", VOCAB])]
-    nodes += [helper.make_node("Cast", ["attention_mask"], ["m"], to=FLOAT), helper.make_node("ReduceSum", ["m"], ["s"], keepdims=0),
-              helper.make_node("Mul", ["s", "zero"], ["z"]), helper.make_node("Add", ["e", "z"], ["h"])]
+    nodes += [
+        helper.make_node("Cast", ["attention_mask"], ["m"], to=FLOAT),
+        helper.make_node("ReduceSum", ["m"], ["s"], keepdims=0),
+        helper.make_node("Mul", ["s", "zero"], ["z"]),
+        helper.make_node("Add", ["e", "z"], ["h"]),
+    ]
     weights.append(numpy_helper.from_array(np.float32(0), "zero"))
     if past:
         for layer in range(layers):
             for part in ("key", "value"):
-                ids.append(helper.make_tensor_value_info(f"past_key_values.{layer}.{part}", FLOAT, ["batch", 1, "past", HIDDEN]))
-                outputs.append(helper.make_tensor_value_info(f"present.{layer}.{part}", FLOAT, ["batch", 1, "total", HIDDEN]))
-                nodes += [helper.make_node("Unsqueeze", ["h", "one"], [f"u{layer}{part}"]),
-                          helper.make_node("Concat", [f"past_key_values.{layer}.{part}", f"u{layer}{part}"], [f"present.{layer}.{part}"], axis=2)]
+                ids.append(
+                    helper.make_tensor_value_info(
+                        f"past_key_values.{layer}.{part}", FLOAT, ["batch", 1, "past", HIDDEN]
+                    )
+                )
+                outputs.append(
+                    helper.make_tensor_value_info(f"present.{layer}.{part}", FLOAT, ["batch", 1, "total", HIDDEN])
+                )
+                nodes += [
+                    helper.make_node("Unsqueeze", ["h", "one"], [f"u{layer}{part}"]),
+                    helper.make_node(
+                        "Concat",
+                        [f"past_key_values.{layer}.{part}", f"u{layer}{part}"],
+                        [f"present.{layer}.{part}"],
+                        axis=2,
+                    ),
+                ]
         weights.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
     nodes.append(helper.make_node("MatMul", ["h", "head"], ["logits"]))
     return save(path, nodes, ids, outputs, weights)
@@ -129,7 +186,13 @@ def decoder_package(folder: Path, past: bool) -> Path:
     hf.llama(folder / "whole")
     package = folder / "package"
     package.mkdir()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         (package / name).write_bytes((folder / "whole" / name).read_bytes())
     decoder(package / "model.onnx", past)
     return package
@@ -139,13 +202,31 @@ def genai(folder: Path, **changes: Any) -> Path:
     """Cases 40 to 42: an onnxruntime-genai directory; ``changes`` are laid over its model section."""
     package = decoder_package(folder, past=True)
     model: dict[str, Any] = {
-        "type": "llama", "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0, "context_length": 64, "vocab_size": VOCAB,
+        "type": "llama",
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+        "context_length": 64,
+        "vocab_size": VOCAB,
         "decoder": {
-            "session_options": {"provider_options": []}, "filename": "model.onnx", "head_size": HIDDEN, "hidden_size": HIDDEN,
-            "num_attention_heads": 1, "num_hidden_layers": 1, "num_key_value_heads": 1,
-            "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", "past_key_names": "past_key_values.%d.key",
-                       "past_value_names": "past_key_values.%d.value"},
-            "outputs": {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"},
+            "session_options": {"provider_options": []},
+            "filename": "model.onnx",
+            "head_size": HIDDEN,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": 1,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 1,
+            "inputs": {
+                "input_ids": "input_ids",
+                "attention_mask": "attention_mask",
+                "past_key_names": "past_key_values.%d.key",
+                "past_value_names": "past_key_values.%d.value",
+            },
+            "outputs": {
+                "logits": "logits",
+                "present_key_names": "present.%d.key",
+                "present_value_names": "present.%d.value",
+            },
         },
     }
     for key, value in changes.items():
@@ -195,8 +276,8 @@ def genai_ir(folder: Path, stateful: bool, tokenizer: bool) -> Path:
     openvino.save_model(graph, package / "openvino_model.xml", compress_to_fp16=False)
     if tokenizer:
         fast = transformers.AutoTokenizer.from_pretrained(package)
-        for part, name in zip(convert_tokenizer(fast, with_detokenizer=True), ("tokenizer", "detokenizer"), strict=True):
+        for part, name in zip(
+            convert_tokenizer(fast, with_detokenizer=True), ("tokenizer", "detokenizer"), strict=True
+        ):
             openvino.save_model(part, package / f"openvino_{name}.xml")
     return package
-
-

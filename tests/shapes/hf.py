@@ -16,7 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 VOCABULARY = ["<pad>", "<unk>", "<s>", "</s>", "[MASK]", *(f"w{i}" for i in range(90))]
 BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
-TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
 
 
 def save_tokenizer(folder: Path, *, wrapped: bool = False) -> None:
@@ -92,7 +94,6 @@ def variant(source: Path, target: Path, config: Change | None = None, tensors: C
     return target
 
 
-
 def llama(folder: Path, template: str | None = TEMPLATE, **config: Any) -> Path:
     """Case 1: a complete decoder with tokenizer and chat template."""
     build(folder, "LlamaForCausalLM", llama_config(**config))
@@ -136,7 +137,9 @@ def sharded(folder: Path) -> Path:
 
 def write_index(target: Path, weight_map: dict[str, str]) -> None:
     """Writes model.safetensors.index.json."""
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
 
 
 def read_index(target: Path) -> dict[str, str]:
@@ -189,7 +192,8 @@ def lfs_pointer(folder: Path) -> Path:
     """Case 10."""
     llama(folder)
     (folder / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1000000\n")
+        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1000000\n"
+    )
     return folder
 
 
@@ -214,6 +218,7 @@ def quantized(folder: Path, **config: Any) -> Path:
 
 def rope(folder: Path, kind: str) -> Path:
     """Case 13."""
+
     def change(config: dict[str, Any]) -> None:
         config.pop("rope_parameters", None)
         config.update(rope_scaling={"type": kind, "factor": 2.0})
@@ -262,40 +267,99 @@ def encoder(folder: Path, cls: str = "BertModel", **config: Any) -> Path:
 def ctc(folder: Path) -> Path:
     """Case 68: wav2vec2 with a CTC head."""
     config = transformers.Wav2Vec2Config(
-        vocab_size=12, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 2),
-        conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, pad_token_id=0)
+        vocab_size=12,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+        pad_token_id=0,
+    )
     build(folder, "Wav2Vec2ForCTC", config, tokenizer=False)
     vocabulary = {t: i for i, t in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefg"])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": "<pad>", "word_delimiter_token": "|"}))
-    (folder / "preprocessor_config.json").write_text(json.dumps({
-        "feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16000, "feature_size": 1, "do_normalize": True,
-        "padding_value": 0.0, "return_attention_mask": False}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": "<pad>", "word_delimiter_token": "|"})
+    )
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {
+                "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+                "sampling_rate": 16000,
+                "feature_size": 1,
+                "do_normalize": True,
+                "padding_value": 0.0,
+                "return_attention_mask": False,
+            }
+        )
+    )
     return folder
 
 
 def whisper(folder: Path) -> Path:
     """Case 68: a Whisper decoder."""
     config = transformers.WhisperConfig(
-        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, num_mel_bins=80, max_source_positions=50, max_target_positions=32, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-        decoder_start_token_id=2)
+        vocab_size=100,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=80,
+        max_source_positions=50,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        decoder_start_token_id=2,
+    )
     build(folder, "WhisperForConditionalGeneration", config)
-    (folder / "preprocessor_config.json").write_text(json.dumps({
-        "feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": 16000, "feature_size": 80, "n_fft": 400, "hop_length": 160,
-        "chunk_length": 1, "nb_max_frames": 100, "n_samples": 16000}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {
+                "feature_extractor_type": "WhisperFeatureExtractor",
+                "sampling_rate": 16000,
+                "feature_size": 80,
+                "n_fft": 400,
+                "hop_length": 160,
+                "chunk_length": 1,
+                "nb_max_frames": 100,
+                "n_samples": 16000,
+            }
+        )
+    )
     return folder
 
 
 def forecaster(folder: Path) -> Path:
     """Case 69: context 8, lags up to 7."""
     config = transformers.TimeSeriesTransformerConfig(
-        prediction_length=4, context_length=8, lags_sequence=[1, 2, 7], num_time_features=0, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_parallel_samples=10)
+        prediction_length=4,
+        context_length=8,
+        lags_sequence=[1, 2, 7],
+        num_time_features=0,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_parallel_samples=10,
+    )
     return build(folder, "TimeSeriesTransformerForPrediction", config, tokenizer=False)
 
 
 def decision(folder: Path) -> Path:
     """Case 70."""
-    config = transformers.DecisionTransformerConfig(state_dim=4, act_dim=2, hidden_size=16, n_layer=1, n_head=2, max_ep_len=32, n_positions=96)
+    config = transformers.DecisionTransformerConfig(
+        state_dim=4, act_dim=2, hidden_size=16, n_layer=1, n_head=2, max_ep_len=32, n_positions=96
+    )
     return build(folder, "DecisionTransformerModel", config, tokenizer=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PLUGIN = '''
+PLUGIN = """
 import os, time
 from turnout.backends.base import *
 from turnout.errors import InputError, LoadError
@@ -83,7 +83,7 @@ def misbehave(how):
         raise InputError("no such thing", hints=["try another"])
     if how == "load":
         raise LoadError("tensor x is missing", code="tensor.missing")
-'''
+"""
 
 
 @pytest.fixture

@@ -28,8 +28,14 @@ def worker(plugin: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def message(package_dir: Path) -> dict[str, Any]:
     package = inspect(package_dir)
-    return {"source": str(package_dir), "artifact": package.artifacts[0].id, "task": "tensor", "device": "cpu",
-            "options": {}, "fingerprint": package.fingerprint}
+    return {
+        "source": str(package_dir),
+        "artifact": package.artifacts[0].id,
+        "task": "tensor",
+        "device": "cpu",
+        "options": {},
+        "fingerprint": package.fingerprint,
+    }
 
 
 def request(how: str = "") -> Request:
@@ -47,7 +53,9 @@ def test_load_probe_run_and_stream(worker: Worker, message: dict[str, Any]) -> N
     assert answer["output"]["tensors"]["pid"] == [worker.pid] != [os.getpid()]
 
 
-@pytest.mark.parametrize(("how", "code", "text"), [("abort", "runtime.failed", "SIGABRT"), ("exit", "runtime.failed", "exit status 7")])
+@pytest.mark.parametrize(
+    ("how", "code", "text"), [("abort", "runtime.failed", "SIGABRT"), ("exit", "runtime.failed", "exit status 7")]
+)
 @pytest.mark.parametrize("when", ["requirements", "load", "run"])
 def test_a_death_is_an_error_and_the_next_call_works(
     worker: Worker, message: dict[str, Any], how: str, code: str, text: str, when: str

@@ -7,7 +7,7 @@ import socket
 import numpy as np
 import pytest
 
-from turnout.backends.base import Evidence, EvidenceLevel, Kind, Remedy, Action, failed, unmet
+from turnout.backends.base import Action, Evidence, EvidenceLevel, Kind, Remedy, failed, unmet
 from turnout.backends.resolve import Assessment
 from turnout.tasks.contract import CONTRACTS, EmbeddingsOutput, TensorsOutput
 from turnout.types import Request, Sampling

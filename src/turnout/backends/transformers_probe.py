@@ -49,13 +49,14 @@ def sample_request(session: Any) -> Request:
     task = session.plan.case.task
     greedy = Sampling(max_tokens=PROBE_TOKENS)
     texts = {"texts": [TEXT]}
-    inputs: dict[str, Any] = {
+    known: dict[str, dict[str, Any]] = {
         Task.TEXT_GENERATION: {"prompt": TEXT},
         Task.CHAT: {"messages": [{"role": "user", "content": TEXT}]},
         Task.RERANK: {"query": TEXT, "documents": [TEXT, "Bread is made of flour."]},
         Task.QUESTION_ANSWERING: {"question": "What is it?", "context": TEXT},
-    }.get(Task(task), {})
-    if inputs:
+    }
+    inputs = known.get(task)
+    if inputs is not None:
         return Request(task, inputs, greedy)
     if task in models.GENERATING:
         return Request(task, {"text": TEXT}, greedy)

@@ -41,7 +41,9 @@ class Prompter:
         if not ids:
             raise InputError("the prompt gives no tokens")
         if self.limit and len(ids) >= self.limit:
-            raise InputError(f"the prompt has {len(ids)} tokens, the context {self.limit}", hints=["shorten the prompt"])
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, the context {self.limit}", hints=["shorten the prompt"]
+            )
         return ids
 
     def room(self, prompt_tokens: int, wanted: int) -> int:

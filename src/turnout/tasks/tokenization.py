@@ -167,7 +167,7 @@ def _byte_level(folder: Path) -> Tokenizer:
     specials = ["<s>", "</s>", "<pad>", "<unk>", "<mask>"] if wrapped else ["<|endoftext|>"]
     tokenizer.add_special_tokens([token for token in specials if tokenizer.token_to_id(token) is not None])
     if wrapped:
-        ends = [(token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>")]
+        ends = [(token, tokenizer.token_to_id(token) or 0) for token in ("</s>", "<s>")]
         tokenizer.post_processor = processors.RobertaProcessing(ends[0], ends[1], True, prefix)
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -212,6 +212,7 @@ class TextEncoder:
             self.limit = self.length
         self.cut = cut or stated is not None
         self.pad_id = pad_id(self.tokenizer, artifact)
+        self.segments = _gives_segments(root, artifact)
 
     def encode(self, texts: Sequence[Any], batch_size: int = 32) -> Iterator[Batch]:
         """Batches of ``texts`` (strings, or pairs of strings), shortest first.
@@ -255,8 +256,21 @@ class TextEncoder:
             count = len(encoding.ids)
             inputs["input_ids"][row, :count] = encoding.ids
             inputs["attention_mask"][row, :count] = 1
-            inputs["token_type_ids"][row, :count] = encoding.type_ids
+            if self.segments:
+                inputs["token_type_ids"][row, :count] = encoding.type_ids
         return inputs
+
+
+def _gives_segments(root: str, artifact: Artifact) -> bool:
+    """Whether the package's tokenizer hands segment ids to its model. ``model_input_names`` says so;
+    where it is absent, Transformers' plain fast tokenizer gives none, the classes of families do."""
+    if artifact.tokenizer is None:
+        return True
+    stored = settings_of((Path(root) / artifact.tokenizer.path).parent)
+    names = stored.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return stored.get("tokenizer_class") not in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def token_limit(artifact: Artifact) -> int:

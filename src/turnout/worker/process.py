@@ -200,7 +200,6 @@ def _environment() -> dict[str, str]:
             "HF_DATASETS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            
             "PYTHONUNBUFFERED": "1",
             "OPENVINO_TELEMETRY_DISABLE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
