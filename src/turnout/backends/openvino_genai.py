@@ -16,6 +16,7 @@ from typing import Any
 
 from turnout.backends import openvino_gguf as gguf
 from turnout.backends.base import (
+    SAME_CASE,
     Action,
     BackendBuild,
     BindingReport,
@@ -27,6 +28,7 @@ from turnout.backends.base import (
     Remedy,
     Requirement,
     Session,
+    State,
     failed,
     met,
     passed,
@@ -130,12 +132,8 @@ class OpenVINOGenAIBackend:
         import openvino_genai
 
         case = plan.case
+        refuse_for_good(self.requirements(case))
         binding = gguf.binding_of(case)
-        if binding.unresolved:
-            raise LoadError(
-                f"{len(binding.unresolved)} required tensors are in no file, first `{binding.unresolved[0]}`",
-                code="tensor.missing",
-            )
         place = model_path(case)
         try:
             pipeline = openvino_genai.LLMPipeline(
@@ -152,6 +150,15 @@ class OpenVINOGenAIBackend:
         if not output.completion_tokens:
             return failed(EvidenceLevel.EXECUTED, "runtime.failed", "the pipeline generated nothing")
         return passed(EvidenceLevel.EXECUTED, measurements=session.measured)
+
+
+def refuse_for_good(requirements: Iterable[Requirement]) -> None:
+    """Raises ``LoadError`` for a requirement that no option of this case can meet: GenAI would load
+    much of it all the same and compute something else."""
+    for requirement in requirements:
+        actions = {remedy.action for remedy in requirement.remedies}
+        if requirement.state is State.UNMET and requirement.reason and not actions & SAME_CASE:
+            raise LoadError(requirement.reason.message, code=requirement.reason.code)
 
 
 def probe_request(case: Case, tokens: int) -> Request:
