@@ -58,7 +58,7 @@ from turnout.types import Request, Sampling, Task
 
 LANGUAGE_MODEL = "openvino_model.xml"
 # Ports that GenAI's language pipeline sets or reads, as `optimum` exports them.
-NEEDED_INPUTS = ("input_ids", "attention_mask")
+NEEDED_INPUTS = ("input_ids", "attention_mask", "beam_idx")
 KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "beam_idx"})
 PROBE_TOKENS = 8
 PROBE_TEXT = "The capital of France is"
@@ -221,7 +221,8 @@ def _ports(model: Any, where: str) -> list[Requirement]:
             unmet(
                 Kind.SHAPE,
                 "graph.io_mismatch",
-                "the graph's ports are not those of a language model",
+                "the graph's ports are not those of a language model: "
+                + ", ".join([*(f"no `{name}`" for name in lacking), *(f"unknown `{name}`" for name in strange)]),
                 observed=", ".join(sorted(inputs | outputs)),
                 expected=", ".join([*NEEDED_INPUTS, "logits"]),
                 where=where,
