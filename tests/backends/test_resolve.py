@@ -74,6 +74,12 @@ def test_only_remedies_that_keep_the_case_make_it_conditional(action: Action) ->
     assert status_of([requirement]) is expected
 
 
+def test_a_speculative_remedy_promises_nothing() -> None:
+    remedy = Remedy(Action.UPGRADE, "a newer version may know it", speculative=True)
+    requirement = unmet(Kind.ARCHITECTURE, "architecture.unknown", "x", remedies=[remedy])
+    assert status_of([requirement]) is VerdictStatus.UNSUPPORTED
+
+
 def test_a_failed_rung_refuses_and_its_reason_is_reported() -> None:
     rung = failed(EvidenceLevel.DRY_LOADED, "tensor.missing", "lm_head.weight is in no file")
     verdict = judge(case(), "b", Assessment([MET], [rung]), Estimates())

@@ -108,6 +108,12 @@ def everything(folder: Path) -> Path:
     return folder
 
 
+def without_index(folder: Path) -> Path:
+    target = hf.sharded(folder)
+    (target / "model.safetensors.index.json").unlink()
+    return target
+
+
 def enormous(folder: Path) -> Path:
     """Case 73: 2 TiB of weights, as a sparse file."""
     hf.llama(folder, hidden_size=32, vocab_size=100)
@@ -375,6 +381,52 @@ ROWS = [
         "tensor",
         [says(ORT, NO, "device.unavailable", "cuda"), says(OV, NO, "device.unavailable")],
         device="cuda",
+    ),
+    # Further shapes of the same kinds.
+    Row(
+        "a",
+        on(hf.changed, lambda c: c.update(num_hidden_layers=1)),
+        GEN,
+        [says(T, IF, "tensor.unexpected")],
+        remedy=Action.SET_OPTION,
+    ),
+    Row(
+        "b",
+        on(hf.changed, lambda c: c.update(num_hidden_layers=3)),
+        GEN,
+        [says(T, NO, "tensor.missing", "model.layers.2")],
+    ),
+    Row(
+        "c", on(hf.changed, lambda c: c.update(intermediate_size=64)), GEN, [says(T, NO, "tensor.shape_mismatch", "64")]
+    ),
+    Row("d", without_index, GEN, [says(T, NO, "artifact.missing", "index")]),
+    Row(
+        "e",
+        on(hf.changed, lambda c: c.update(model_type="zonk")),
+        GEN,
+        [says(T, NO, "architecture.unknown", "zonk")],
+        remedy=Action.UPGRADE,
+    ),
+    Row("f", on(hf.changed, lambda c: c.pop("model_type")), GEN, [says(T, NO, "config.invalid", "model_type")]),
+    Row(
+        "g",
+        on(hf.quantized, quant_method="awq", bits=4),
+        GEN,
+        [says(T, IF, "dependency.missing", "gptqmodel")],
+        remedy=Action.INSTALL,
+    ),
+    Row(
+        "h",
+        at(ggufs.write_gguf, "tiny.gguf", kind="F32", pre="smollm"),
+        GEN,
+        [says(LLAMA, YES), says(T, YES), says(OVG, NO, "quantization.unsupported", "F32")],
+    ),
+    Row("i", at(ggufs.write_gguf, "tiny.gguf", drop="output", pre="smollm"), GEN, [says(LLAMA, YES), says(OVG, YES)]),
+    Row(
+        "j",
+        at(ggufs.cut_short, "tiny.gguf"),
+        GEN,
+        [says(LLAMA, NO, "artifact.truncated"), says(OVG, NO, "artifact.truncated"), says(T, NO, "artifact.truncated")],
     ),
 ]
 

@@ -111,7 +111,11 @@ class Cost:
 
 @dataclass(slots=True)
 class Remedy:
-    """A way out that can be executed; ``argv`` is a command line, None when a person must act."""
+    """A way out that can be executed; ``argv`` is a command line, None when a person must act.
+
+    A ``speculative`` one may or may not help (a newer version nobody has asked): it is offered, and
+    leaves the verdict what it is.
+    """
 
     action: Action
     text: str
@@ -119,6 +123,7 @@ class Remedy:
     cost: Cost = field(default_factory=Cost)
     changes_numerics: bool = False
     changes_trust: bool = False
+    speculative: bool = False
 
 
 @dataclass(slots=True)

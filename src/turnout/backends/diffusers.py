@@ -167,7 +167,7 @@ class DiffusersBackend:
         cls = pipeline_class(name)
         if cls is None:
             return [unmet(Kind.ARCHITECTURE, "architecture.unknown", f"diffusers has no pipeline `{name}`", observed=name, expected="a pipeline of the library",
-                          where=artifact.entry, remedies=[Remedy(Action.UPGRADE, "upgrade diffusers", ["pip", "install", "--upgrade", "diffusers"])])]
+                          where=artifact.entry, remedies=[Remedy(Action.UPGRADE, "a newer diffusers may have it", ["pip", "install", "--upgrade", "diffusers"], speculative=True)])]
         present = {c.role for c in artifact.components if c.status is not Status.MISSING}
         listed = {c.role for c in artifact.components}
         found = [unmet(Kind.COMPONENT, "component.missing", f"the pipeline needs the component `{role}`", observed="null" if role in listed else "absent",

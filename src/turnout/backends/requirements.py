@@ -262,7 +262,7 @@ def _task(backend: Backend, case: Case) -> list[Requirement]:
                 remedies=_other_tasks(offered),
             )
         )
-    elif task not in offered and not _implied(artifact, task):
+    elif task not in offered and not _implied(artifact, task) and not (not offered and _broken(artifact)):
         found.append(
             unmet(
                 Kind.TASK_HEAD,
@@ -286,6 +286,11 @@ def _task(backend: Backend, case: Case) -> list[Requirement]:
             )
         )
     return found or [met("task.offered", Kind.TASK_HEAD, task)]
+
+
+def _broken(artifact: Artifact) -> bool:
+    """Whether the artifact could not be read far enough to tell its tasks; its findings say why."""
+    return any(f.severity in REFUSING for f in artifact.findings)
 
 
 def _implied(artifact: Artifact, task: str) -> bool:

@@ -78,7 +78,7 @@ def _worse(one: VerdictStatus, other: VerdictStatus) -> VerdictStatus:
 
 
 def _status_of_unmet(remedies: Iterable[Remedy]) -> VerdictStatus:
-    same_case = any(remedy.action in SAME_CASE for remedy in remedies)
+    same_case = any(remedy.action in SAME_CASE and not remedy.speculative for remedy in remedies)
     return VerdictStatus.CONDITIONAL if same_case else VerdictStatus.UNSUPPORTED
 
 

@@ -139,7 +139,7 @@ class SentenceTransformersBackend:
             if component.code is CodeNeed.NONE and component.class_name and not module_known(component.class_name):
                 found.append(unmet(Kind.ARCHITECTURE, "architecture.unsupported", f"this version has no module `{component.class_name}`",
                                    observed=component.class_name, expected="a module of the installed version", where=entry,
-                                   remedies=[Remedy(Action.UPGRADE, "upgrade sentence-transformers", ["pip", "install", "--upgrade", "sentence-transformers"])]))
+                                   remedies=[Remedy(Action.UPGRADE, "a newer sentence-transformers may have it", ["pip", "install", "--upgrade", "sentence-transformers"], speculative=True)]))
         found += self._kind_fits(case)
         for name in case.options:
             if name not in OPTIONS:

@@ -84,6 +84,15 @@ def _architecture(case: Case, data: dict[str, Any]) -> tuple[list[Requirement], 
     return found + refusal, config
 
 
+# A later version may know more; nobody can tell before asking it.
+UPGRADE = Remedy(
+    Action.UPGRADE,
+    "a newer Transformers may know it",
+    ["pip", "install", "--upgrade", "transformers"],
+    speculative=True,
+)
+
+
 def _unknown_type(case: Case, model_type: str, data: dict[str, Any], where: str) -> tuple[list[Requirement], Any]:
     import transformers
 
@@ -103,10 +112,18 @@ def _unknown_type(case: Case, model_type: str, data: dict[str, Any], where: str)
         observed = str(data["auto_map"]["AutoConfig"])
         return [unmet(Kind.TRUST, "code.required", message, observed=observed, where=where, remedies=[remedy])], None
     message = f"Transformers {transformers.__version__} does not know the model type `{model_type}`"
-    known = f"one of {len(transformers.CONFIG_MAPPING)} known types"
+    known = f"one of {len(list(transformers.CONFIG_MAPPING.keys()))} known types"
     # An upgrade may help, but nothing here shows that a later version knows the type.
     return [
-        unmet(Kind.ARCHITECTURE, "architecture.unknown", message, observed=model_type, expected=known, where=where)
+        unmet(
+            Kind.ARCHITECTURE,
+            "architecture.unknown",
+            message,
+            observed=model_type,
+            expected=known,
+            where=where,
+            remedies=[UPGRADE],
+        )
     ], None
 
 
