@@ -210,7 +210,7 @@ class Judge:
                 and requirement.id == "artifact.missing"
                 and not readable(backend, case.artifact)
             ):
-                siblings = [a for a in package.artifacts if readable(backend, a)]
+                siblings = [a for a in package.artifacts if readable(backend, a) and case.task in a.task_ids()][:3]
                 requirement.remedies += [
                     Remedy(
                         Action.SELECT_ARTIFACT,
