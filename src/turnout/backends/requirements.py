@@ -296,6 +296,8 @@ def _broken(artifact: Artifact) -> bool:
 def _implied(artifact: Artifact, task: str) -> bool:
     """Tasks that follow from others: raw tensors of any graph, chat wherever text is generated (the
     missing template is then its own reason), embeddings wherever hidden states can be had."""
+    if artifact.kind is ArtifactKind.UNKNOWN:
+        return True  # only a plug-in reads it, and only that knows
     if task == Task.TENSOR:
         return artifact.graph is not None
     offered = artifact.task_ids()

@@ -18,7 +18,7 @@ from turnout.cli.options import (
     TaskOption,
     parse_options,
 )
-from turnout.errors import UsageError
+from turnout.errors import NotSupportedError, UsageError
 from turnout.types import Sampling
 
 if TYPE_CHECKING:
@@ -95,6 +95,12 @@ def _task_of(package: Package, artifact: str | None, task: str | None) -> str:
 
     if task is not None:
         return contract_of(task).id
+    if not any(found.task_ids() for found in package.artifacts):
+        first = next(package.all_findings(), None)
+        raise NotSupportedError(
+            f"nothing in `{package.source}` offers a task: {first.message if first else 'no model was found'}",
+            hints=[f"`turnout inspect {package.source}` shows what was read", "name a task with `--task`"],
+        )
     return str(default_task(package, artifact))
 
 

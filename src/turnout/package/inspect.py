@@ -48,12 +48,21 @@ def inspect(path: str | os.PathLike[str]) -> Package:
         artifacts.extend(_detect(name, scan))
     if not artifacts:
         artifacts = _unknown(scan)
+    artifacts = _unique(artifacts)
+    used = {rel for artifact in artifacts for rel in artifact.files}
+    # A single file has neighbours that are none of its business; only what serves it is listed. And only
+    # what artifacts are made of counts for their identity: a log that grows beside them changes nothing.
+    listed = (
+        scan.entries.values()
+        if scan.focus is None
+        else [e for r, e in scan.entries.items() if r in used or r == scan.focus]
+    )
     return Package(
         root=str(scan.root),
         source=os.fspath(path),
-        fingerprint=scan.fingerprint(),
-        files=list(scan.entries.values()),
-        artifacts=_unique(artifacts),
+        fingerprint=scan.fingerprint(used or None),
+        files=list(listed),
+        artifacts=artifacts,
         findings=scan.findings,
         scan_ms=(time.perf_counter() - started) * 1000,
     )
@@ -86,7 +95,7 @@ def _unknown(scan: Scan) -> list[Artifact]:
     entry = scan.focus or ""
     finding = Finding(
         "artifact.missing",
-        Severity.ERROR,
+        Severity.WARNING,  # not an error: a plug-in may read what the readers here do not know
         "no known model format here",
         entry,
         f"{len(scan.entries)} files",
