@@ -14,11 +14,13 @@ GIB = 1 << 30
 class ReadLimits:
     """Bounds on what inspection reads from a package it does not trust."""
 
-    json_bytes: int = 100 * MIB
+    json_bytes: int = 100 * MIB  # where a reader expects bulk data (boosters, vocabularies)
+    json_config_bytes: int = 32 * MIB  # configurations, manifests, indexes
+    json_nodes: int = 2_000_000  # brackets and commas: what a parsed document costs in memory
     json_depth: int = 100
     files: int = 20_000
     directory_depth: int = 12
-    safetensors_header: int = 100 * MIB
+    safetensors_header: int = 48 * MIB  # the library takes 100 MB; 125,000 tensors need 16
     gguf_string: int = 16 * MIB
     gguf_keys: int = 1 << 16
     tensors: int = 1 << 20

@@ -296,10 +296,13 @@ class Scan:
     def json(self, rel: str, limit: int | None = None) -> Any:
         """Parsed JSON of a listed file, within size and depth limits.
 
-        Raises ``ReadError`` (``config.invalid``) for text that is not JSON, is nested too deeply
-        or repeats a key in one object. Memoised.
+        Raises ``ReadError`` (``config.invalid``) for text that is not JSON, is nested too deeply,
+        holds too many values or repeats a key in one object. A caller that gives ``limit`` expects
+        bulk data: then only bytes and depth are bounded. Memoised.
         """
-        return self.once(("json", rel), lambda: parse_json(self.read(rel, limit or READ.json_bytes), rel))
+        nodes = READ.json_nodes if limit is None else None
+        read = limit or READ.json_config_bytes
+        return self.once(("json", rel), lambda: parse_json(self.read(rel, read), rel, nodes))
 
     def json_object(self, rel: str) -> dict[str, Any] | None:
         """JSON object of a listed file, or None (absent, or invalid: then a finding is recorded once)."""
@@ -355,8 +358,9 @@ def join(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def parse_json(data: bytes, where: str) -> Any:
-    """JSON value of ``data``; see ``Scan.json`` for the rules."""
+def parse_json(data: bytes, where: str, nodes: int | None = None) -> Any:
+    """JSON value of ``data`` of at most ``nodes`` brackets and commas; see ``Scan.json`` for the rules."""
+    check_json_size(data, where, nodes)
     repeated: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -391,6 +395,21 @@ def parse_json(data: bytes, where: str) -> Any:
             f"at most {READ.json_depth}",
         )
     return value
+
+
+def check_json_size(data: bytes, where: str, nodes: int | None) -> None:
+    """Refuses bytes that cannot be JSON or would cost too much memory, before anything is decoded."""
+    if b"\0" in data:
+        raise read_error("config.invalid", f"`{where}` is not valid JSON: it holds zero bytes", where)
+    count = 0 if nodes is None else sum(map(data.count, (b",", b"[", b"{")))
+    if nodes is not None and count > nodes:
+        raise read_error(
+            "config.invalid",
+            f"`{where}` holds too many values",
+            where,
+            f"{count} brackets and commas",
+            f"at most {nodes}",
+        )
 
 
 def _depth(value: Any) -> int:

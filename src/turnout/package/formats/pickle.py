@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import re
 import struct
 import zipfile
 import zlib
@@ -31,27 +32,77 @@ from turnout.package.scan import ReadError, Scan, read_error
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Names that torch's weights_only unpickler accepts (torch/_weights_only_unpickler.py).
-ALLOWED = frozenset({
-    "collections.OrderedDict", "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
-    "torch._utils._rebuild_qtensor", "torch._utils._rebuild_sparse_tensor", "torch._tensor._rebuild_from_type_v2",
-    "torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_wrapper_subclass", "torch.nn.parameter.Parameter",
-    "torch.Size", "torch.Tensor", "torch.device", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex",
-    "torch.serialization._get_layout", "torch.storage._load_from_bytes", "__builtin__.set", "__builtin__.bytearray",
-    "torch.storage.UntypedStorage", "torch.storage.TypedStorage", "collections.Counter",
-})
-STORAGES = {"FloatStorage": ("F32", 4), "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2), "DoubleStorage": ("F64", 8),
-            "LongStorage": ("I64", 8), "IntStorage": ("I32", 4), "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1),
-            "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1)}
-TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "STRING", "BINSTRING", "SHORT_BINSTRING"})
+ALLOWED = frozenset(
+    {
+        "collections.OrderedDict",
+        "collections.Counter",
+        "torch._utils._rebuild_tensor",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_parameter_with_state",
+        "torch._utils._rebuild_qtensor",
+        "torch._utils._rebuild_sparse_tensor",
+        "torch._utils._rebuild_nested_tensor",
+        "torch._utils._rebuild_meta_tensor_no_storage",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+        "torch._utils._rebuild_device_tensor_from_numpy",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.nn.parameter.Parameter",
+        "torch.Size",
+        "torch.Tensor",
+        "torch.device",
+        "torch.serialization._get_layout",
+        "torch.storage.UntypedStorage",
+        "torch.storage.TypedStorage",
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.set",
+        "builtins.complex",
+    }
+)
+# torch.X for X an element type, layout or quantization scheme: plain values.
+PLAIN = re.compile(
+    r"torch\.(b?float\d+(_e\dm\d+(fn)?(uz|u|_x2)?)?|u?int\d+|bool|complex\d+|q[iu]+nt\d+(x\d)?|bits\d+(x\d)?"
+    r"|per_(tensor|channel)_(affine(_float_qparams)?|symmetric))"
+)
+STORAGES = {
+    "FloatStorage": ("F32", 4),
+    "HalfStorage": ("F16", 2),
+    "BFloat16Storage": ("BF16", 2),
+    "DoubleStorage": ("F64", 8),
+    "LongStorage": ("I64", 8),
+    "IntStorage": ("I32", 4),
+    "ShortStorage": ("I16", 2),
+    "CharStorage": ("I8", 1),
+    "ByteStorage": ("U8", 1),
+    "BoolStorage": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "uint16": ("U16", 2),
+    "uint32": ("U32", 4),
+    "uint64": ("U64", 8),
+}
+# torch.FloatStorage, torch.cuda.HalfTensor, torch.sparse.IntTensor and so on.
+TYPED = re.compile(
+    r"torch\.(cuda\.|sparse\.|cuda\.sparse\.)?(Float|Half|BFloat16|Double|Long|Int|Short|Char|Byte|Bool)(Storage|Tensor)"
+    r"|torch\.(cuda\.)?(Complex(Float|Double)|QU?Int\d+(x\d)?|Untyped|Typed)Storage"
+)
+TEXT_OPCODES = frozenset(
+    {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE", "STRING", "BINSTRING", "SHORT_BINSTRING"}
+)
 MEMO_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 MEMO_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
-MAX_OPCODES = 5_000_000
+MAX_OPCODES = 2_000_000
+MAX_MEMO = 500_000
+# First pickle of a file in torch's old form: the number 0x1950a86a20f9469cfc6c.
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 @dataclass(slots=True)
 class PickleFacts:
-    """``form``: zip, legacy, torchscript, torch_export. ``unsafe``: names beyond the allowed set."""
+    """``form``: zip, legacy, pickle, torchscript, torch_export. ``unsafe``: names beyond the allowed set."""
 
     form: str
     globals: list[str] = field(default_factory=list)
@@ -62,68 +113,77 @@ class PickleFacts:
 def pickle_globals(data: bytes, streams: int = 1) -> list[str]:
     """Names (``module.name``) that unpickling ``data`` would import, in order, by opcodes alone.
 
-    ``streams`` pickles that follow one another are read. Raises ``ReadError`` for bytes that are no
-    pickle.
+    ``streams`` pickles that follow one another are read, all of which must be whole. A name that only
+    running the pickle could tell is given as ``?``. Raises ``ReadError`` for bytes that are no pickle.
     """
     found: dict[str, None] = {}
     stream = io.BytesIO(data)
-    for number in range(streams):
+    for _ in range(streams):
         try:
             _walk(stream, found)
         except ReadError:
             raise
         except Exception as error:  # pickletools raises many kinds on bytes that are no pickle
-            if number:
-                break
-            raise read_error("artifact.corrupt", f"not a pickle stream: {error}", "") from None
+            raise read_error("artifact.corrupt", f"not a pickle stream: {error}"[:200], "") from None
     return list(found)
 
 
 def _walk(stream: io.BytesIO, found: dict[str, None]) -> None:
-    """Follows text on the stack just far enough to name what STACK_GLOBAL takes."""
-    texts: list[str | None] = []
-    memo: dict[int, str | None] = {}
-    last: str | None = None
+    """Keeps the stack as the unpickler would, with every value but text unknown, so that what
+    STACK_GLOBAL takes is what the unpickler would take."""
+    stack: list[object] = []
+    memo: dict[int, str] = {}
+    put = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
         name = opcode.name
-        if count > MAX_OPCODES:
+        if count > MAX_OPCODES or len(memo) > MAX_MEMO:
             raise read_error("artifact.corrupt", "the pickle has too many opcodes", "", str(count), str(MAX_OPCODES))
         if name in TEXT_OPCODES:
-            last = str(argument)
-            texts.append(last)
-        elif name == "MEMOIZE":
-            memo[len(memo)] = last
-        elif name in MEMO_PUT:
-            memo[int(str(argument))] = last
+            stack.append(str(argument))
+        elif name == "MEMOIZE" or name in MEMO_PUT:
+            index = put if name == "MEMOIZE" else int(str(argument))
+            put += 1
+            if isinstance(top := stack[-1], str):
+                memo[index] = top
+            else:
+                memo.pop(index, None)
         elif name in MEMO_GET:
-            last = memo.get(int(str(argument)))
-            texts.append(last)
-        elif name in ("GLOBAL", "INST"):
-            found[str(argument).replace(" ", ".", 1)] = None
-            last = None
-        elif name == "STACK_GLOBAL":
-            module, attribute = (texts[-2:] if len(texts) >= 2 else (None, None))
-            found[f"{module or '?'}.{attribute or '?'}"] = None
-            last = None
-        elif name in ("EXT1", "EXT2", "EXT4"):
-            found[f"copyreg.extension_{argument}"] = None
-        elif name not in ("PROTO", "FRAME"):
-            last = None
-        del texts[:-64]
+            stack.append(memo.get(int(str(argument))))
+        elif name == "DUP":
+            stack.append(stack[-1])
+        else:
+            _name(name, argument, stack, found)
+            _shift(opcode, stack)
+
+
+def _name(name: str, argument: Any, stack: list[object], found: dict[str, None]) -> None:
+    if name in ("GLOBAL", "INST"):
+        found[str(argument).replace(" ", ".", 1)] = None
+    elif name == "STACK_GLOBAL":
+        module, attribute = (value if isinstance(value, str) else "?" for value in stack[-2:])
+        found[f"{module}.{attribute}"] = None
+    elif name in ("EXT1", "EXT2", "EXT4"):
+        found[f"copyreg.extension_{argument}"] = None
+
+
+def _shift(opcode: pickletools.OpcodeInfo, stack: list[object]) -> None:
+    """Takes and puts as many values as the opcode's table says; a mark ends what it takes."""
+    before, after = opcode.stack_before, opcode.stack_after
+    if pickletools.markobject in before:
+        while stack.pop() is not pickletools.markobject:
+            pass
+        before = before[: before.index(pickletools.markobject)]
+    if len(before) > len(stack):
+        raise ValueError("an opcode takes more than there is")
+    if before:
+        del stack[-len(before) :]
+    stack.extend(pickletools.markobject if value is pickletools.markobject else None for value in after)
 
 
 def unsafe_names(names: list[str]) -> list[str]:
-    """Names outside what a weights-only unpickler accepts."""
-    return [n for n in names if n not in ALLOWED and not (n.startswith("torch.") and _plain_torch(n))]
-
-
-def _plain_torch(name: str) -> bool:
-    """Storages and element types of torch itself, e.g. torch.FloatStorage, torch.float32."""
-    rest = name.removeprefix("torch.").removeprefix("storage.")
-    known = {"float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool", "half", "float",
-             "double", "long", "int", "short", "quint8", "qint8", "qint32", "complex64", "complex128", "float8_e4m3fn",
-             "float8_e5m2", "per_tensor_affine", "per_channel_affine", "strided"}
-    return rest in known or rest in STORAGES or (rest.endswith("Storage") and "." not in rest)
+    """Names outside what a weights-only unpickler accepts (it knows Python 2's name of ``builtins``)."""
+    modern = {name: re.sub(r"^__builtin__\.", "builtins.", name) for name in names}
+    return [n for n, m in modern.items() if not (m in ALLOWED or PLAIN.fullmatch(m) or TYPED.fullmatch(m))]
 
 
 # ---- torch files -------------------------------------------------------------------------------
@@ -137,14 +197,15 @@ def read_pickle(scan: Scan, rel: str) -> PickleFacts | None:
     before = scan.check_weights_file(rel)
     if before is not None:
         raise ReadError(before)
-    head = scan.head(rel, 4)
+    head = scan.head(rel, len(LEGACY_MAGIC))
     if head[:4] == b"PK\x03\x04":
         return _read_zip(scan, rel)
     if head[:1] == b"\x80" and head[1:2] in b"\x01\x02\x03\x04\x05":
-        size = scan.entries[rel].size
-        data = scan.head(rel, min(size, READ.pickle_bytes))
-        names = pickle_globals(data, streams=4)  # legacy: magic, protocol, system facts, then the object
-        return PickleFacts("legacy", names, unsafe_names(names), TensorInventory(shards=[rel]))
+        data = scan.head(rel, min(scan.entries[rel].size, READ.pickle_bytes))
+        # Old form: magic, protocol, system facts, the object, storage keys; then raw storages.
+        legacy = head == LEGACY_MAGIC
+        names = pickle_globals(data, streams=5 if legacy else 1)
+        return PickleFacts("legacy" if legacy else "pickle", names, unsafe_names(names), TensorInventory(shards=[rel]))
     return None
 
 
@@ -154,38 +215,59 @@ def _read_zip(scan: Scan, rel: str) -> PickleFacts | None:
             members = archive.infolist()
             if len(members) > READ.zip_entries:
                 raise read_error("artifact.corrupt", f"`{rel}` has too many members", rel, str(len(members)))
-            return _zip_facts(archive, members, rel, scan.entries[rel].size)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error) as error:
+            return _zip_facts(archive, members, rel)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+        ValueError,
+    ) as error:
+        if isinstance(error, ReadError):
+            raise
         raise read_error("artifact.truncated", f"`{rel}` is a broken zip: {error}", rel) from None
 
 
-
-
-
-def _zip_facts(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], rel: str, size: int) -> PickleFacts | None:
+def _zip_facts(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], rel: str) -> PickleFacts | None:
     names = {m.filename for m in members}
+    # Every pickle counts: which of several a loader would open is its own business.
+    pickles = [m for m in members if m.filename.rsplit("/", 1)[-1] == "data.pkl"]
     if any(n.endswith("/archive_format") or n == "archive_format" for n in names):
-        return PickleFacts("torch_export")
-    if any("/code/" in n or n.startswith("code/") for n in names) and any(n.endswith("constants.pkl") for n in names):
-        return PickleFacts("torchscript")
-    data = next((m for m in members if m.filename.endswith("data.pkl")), None)
-    if data is None:
+        form = "torch_export"
+    elif any("/code/" in n or n.startswith("code/") for n in names) and any(n.endswith("constants.pkl") for n in names):
+        form = "torchscript"
+        pickles += [m for m in members if m.filename.endswith("constants.pkl")]
+    elif not pickles:
         return None
-    text = read_member(archive, data, rel, READ.pickle_bytes)
-    found = pickle_globals(text)
-    facts = PickleFacts("zip", found, unsafe_names(found), TensorInventory(shards=[rel]))
-    stored = {m.filename: m for m in members}
-    prefix = data.filename.removesuffix("data.pkl")
-    if not facts.unsafe:
-        _list_tensors(text, facts.inventory, rel, prefix, stored)
+    else:
+        form = "zip"
+    left = READ.pickle_bytes
+    texts = []
+    for member in pickles:
+        texts.append(read_member(archive, member, rel, left))
+        left -= len(texts[-1])
+    found = list(dict.fromkeys(name for text in texts for name in pickle_globals(text)))
+    script = form == "torchscript"  # its own classes are compiled, not imported
+    unsafe = [n for n in unsafe_names(found) if not (script and n.startswith(("__torch__.", "torch.jit._pickle.")))]
+    facts = PickleFacts(form, found, unsafe, TensorInventory(shards=[rel]))
+    if form == "zip" and len(texts) == 1 and not unsafe:
+        prefix = pickles[0].filename.removesuffix("data.pkl")
+        _list_tensors(texts[0], facts.inventory, rel, prefix, {m.filename: m for m in members})
     return facts
 
 
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, rel: str, limit: int) -> bytes:
     """Content of a zip member of at most ``limit`` bytes, whatever its header claims."""
     if member.file_size > limit:
-        raise read_error("artifact.corrupt", f"`{member.filename}` in `{rel}` unpacks to {member.file_size} bytes", rel,
-                         str(member.file_size), f"at most {limit}")
+        raise read_error(
+            "artifact.corrupt",
+            f"`{member.filename}` in `{rel}` unpacks to {member.file_size} bytes",
+            rel,
+            str(member.file_size),
+            f"at most {limit}",
+        )
     with archive.open(member) as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
@@ -193,36 +275,54 @@ def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, rel: str, lim
     return data
 
 
-def _list_tensors(data: bytes, inventory: TensorInventory, rel: str, prefix: str, stored: dict[str, zipfile.ZipInfo]) -> None:
+def _list_tensors(
+    data: bytes, inventory: TensorInventory, rel: str, prefix: str, stored: dict[str, zipfile.ZipInfo]
+) -> None:
     """Tensors of a plain state dict by a symbolic run of its opcodes; left empty for other layouts."""
     try:
-        value = _symbolic(data)
+        tensors = _flatten(_symbolic(data))
     except Exception:  # an unusual layout is no fault of the file
         return
-    for name, tensor in _flatten(value):
-        dtype, key, shape, width = tensor
+    for name, (dtype, key, shape, offset, width) in tensors:
         count = width
         for dim in shape:
             count *= dim
         member = stored.get(f"{prefix}data/{key}")
-        if member is None:
-            inventory.problems.append(Finding("artifact.truncated", Severity.ERROR, f"the data of `{name}` is not in `{rel}`", rel))
-            continue
+        have = member.file_size - offset * width if member is not None else 0
+        if member is None or (count > have and 0 not in shape):
+            message = f"the data of `{name}` is not whole in `{rel}`"
+            inventory.problems.append(
+                Finding("artifact.truncated", Severity.ERROR, message, rel, f"{have} bytes", f"{count} bytes")
+            )
+            return
         inventory.tensors[name] = TensorInfo(name, dtype, tuple(shape), rel, member.header_offset, count)
 
 
-Tensor = tuple[str, str, list[int], int]
+Tensor = tuple[str, str, list[int], int, int]  # dtype, key of the storage, shape, offset in elements, bytes of one
 
 
-def _flatten(value: Any, prefix: str = "", depth: int = 0) -> list[tuple[str, Tensor]]:
+def _flatten(value: Any) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
-    if isinstance(value, dict) and depth < 4:
-        for key, item in value.items():
-            if isinstance(item, tuple) and len(item) == 4 and item[0] in {d for d, _ in STORAGES.values()}:
-                found.append((f"{prefix}{key}", item))
-            elif isinstance(item, dict):
-                found += _flatten(item, f"{prefix}{key}." if key != "state_dict" else prefix, depth + 1)
+    seen = 0
+    layer: list[tuple[str, Any]] = [("", value)]
+    for _ in range(4):
+        following: list[tuple[str, Any]] = []
+        for prefix, item in layer:
+            for key, part in item.items() if isinstance(item, dict) else ():
+                seen += 1
+                if seen > READ.tensors:
+                    raise ValueError("too many entries")  # one dict may stand in many places
+                if isinstance(part, _Stored):
+                    found.append((f"{prefix}{key}", part.tensor))
+                elif isinstance(part, dict):
+                    following.append((prefix if key == "state_dict" else f"{prefix}{key}.", part))
+        layer = following
     return found
+
+
+@dataclass(slots=True)
+class _Stored:
+    tensor: Tensor
 
 
 def _symbolic(data: bytes) -> Any:
@@ -291,11 +391,14 @@ def _called(function: Any, arguments: Any) -> Any:
     name = function[1] if isinstance(function, tuple) and function[:1] == ("global",) else ""
     if name == "collections.OrderedDict":
         return {}
-    if name.startswith("torch._utils._rebuild_tensor"):
-        storage, _, shape = arguments[:3]
+    if name in ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+        storage, offset, shape = arguments[:3]
         _, (_, kind, key, *_) = storage
-        dtype, width = STORAGES[kind[1].rsplit(".", 1)[-1]]
-        return (dtype, str(key), list(shape), width)
+        typed = arguments[6][1] if name.endswith("v3") else kind[1]  # v3 names the type beside an untyped storage
+        dtype, width = STORAGES[typed.rsplit(".", 1)[-1]]
+        if not all(type(n) is int and 0 <= n < 1 << 48 for n in (offset, *shape)) or len(shape) > 64:
+            raise ValueError("impossible shape")
+        return _Stored((dtype, str(key), list(shape), offset, width))
     if name == "torch._utils._rebuild_parameter":
         return arguments[0]
     return None
@@ -306,9 +409,14 @@ def _called(function: Any, arguments: Any) -> Any:
 
 def unsafe_finding(rel: str, names: list[str]) -> Finding:
     """The finding that refuses a pickle for what it would import."""
-    return Finding("code.pickle_unsafe", Severity.ERROR,
-                   f"loading `{rel}` would run `{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
-                   rel, ", ".join(names[:8]), "only tensors and plain containers")
+    return Finding(
+        "code.pickle_unsafe",
+        Severity.ERROR,
+        f"loading `{rel}` would run `{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+        rel,
+        ", ".join(names[:8]),
+        "only tensors and plain containers",
+    )
 
 
 def detect(scan: Scan) -> list[Artifact]:
@@ -331,13 +439,23 @@ def _artifact(scan: Scan, rel: str) -> Artifact | None:
     try:
         facts = read_pickle(scan, rel)
     except ReadError as error:
-        return Artifact(f"torch_pickle:{rel}", ArtifactKind.TORCH_PICKLE, rel, [rel], findings=[error.finding],
-                        size_bytes=scan.size_of([rel]))
+        return Artifact(
+            f"torch_pickle:{rel}",
+            ArtifactKind.TORCH_PICKLE,
+            rel,
+            [rel],
+            findings=[error.finding],
+            size_bytes=scan.size_of([rel]),
+        )
     if facts is None:
         return None
     kind = kinds.get(facts.form, ArtifactKind.TORCH_PICKLE)
     artifact = Artifact(f"{kind}:{rel}", kind, rel, [rel], facts.inventory, size_bytes=scan.size_of([rel]))
     artifact.tasks.append(TaskEvidence("tensor", f"layout:{rel}", Strength.LAYOUT))
+    if facts.form == "pickle" and not facts.unsafe:
+        artifact.findings.append(
+            Finding("artifact.corrupt", Severity.ERROR, f"`{rel}` is a pickle that torch did not write", rel)
+        )
     if facts.unsafe:
         artifact.code = CodeNeed.FORBIDDEN
         artifact.findings.append(unsafe_finding(rel, facts.unsafe))

@@ -6,24 +6,35 @@ data that the tensors tile without hole or overlap).
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any
 
 from turnout.config import READ
 from turnout.package.facts import Artifact, Finding, Severity, TensorInfo, TensorInventory
-from turnout.package.scan import ReadError, Scan, parse_json, read_error
+from turnout.package.scan import ReadError, Scan, check_json_size, read_error
 
 # Bits of one element; sub-byte types pack along the last axis.
 DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
-    "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
 MAX_ELEMENTS = 1 << 62
+MAX_NODES = 1_000_000  # brackets and commas of a header: 125,000 tensors of two dimensions
+MAX_TEXT = 16 << 20  # bytes of a header with other than ASCII characters, which cost up to four times as much
 
 
 def read_safetensors(scan: Scan, rel: str) -> TensorInventory:
-    """Tensors of one file; what is wrong with it stands in ``problems`` and the inventory is then empty."""
+    """Tensors of one file; what is wrong with it stands in ``problems`` and the inventory is then empty.
+
+    Oddities that the library forgives (a tensor described twice in the same words, space before the
+    header's brace) are warnings and leave the inventory filled.
+    """
     inventory = TensorInventory(shards=[rel])
     before = scan.check_weights_file(rel)
     if before is not None:
@@ -41,47 +52,89 @@ def _tensors(scan: Scan, rel: str, warnings: list[Finding]) -> dict[str, TensorI
     with scan.open(rel) as stream:
         head = stream.read(8)
         if len(head) < 8:
-            raise read_error("artifact.truncated", f"`{rel}` is shorter than a header length", rel, f"{size} bytes", "8 or more")
+            raise read_error(
+                "artifact.truncated", f"`{rel}` is shorter than a header length", rel, f"{size} bytes", "8 or more"
+            )
         (length,) = struct.unpack("<Q", head)
         if length > READ.safetensors_header:
-            raise read_error("artifact.corrupt", f"the header of `{rel}` claims {length} bytes", rel, str(length),
-                             f"at most {READ.safetensors_header}")
+            raise _corrupt(
+                f"the header of `{rel}` claims {length} bytes", rel, str(length), f"at most {READ.safetensors_header}"
+            )
         if 8 + length > size:
-            raise read_error("artifact.truncated", f"`{rel}` ends inside its header", rel, f"{size} bytes", f"{8 + length} or more")
+            raise read_error(
+                "artifact.truncated", f"`{rel}` ends inside its header", rel, f"{size} bytes", f"{8 + length} or more"
+            )
         text = stream.read(length)
+    tensors = _layout(_header(text, rel, warnings), rel, 8 + length, size)
     if not text.startswith(b"{"):
-        warnings.append(Finding("artifact.corrupt", Severity.WARNING, f"the header of `{rel}` does not start with a brace", rel))
-    header = _header(text, rel, warnings)
-    return _layout(header, rel, 8 + length, size)
+        message = f"the header of `{rel}` does not start with a brace"
+        warnings.append(Finding("artifact.corrupt", Severity.WARNING, message, rel, repr(text[:1]), "{"))
+    return tensors
+
+
+def _corrupt(message: str, rel: str, observed: str = "", expected: str = "") -> ReadError:
+    return read_error("artifact.corrupt", message, rel, observed, expected)
 
 
 def _header(text: bytes, rel: str, warnings: list[Finding]) -> dict[str, Any]:
+    """Parsed header without ``__metadata__``; repeated names are judged by whether they contradict."""
+    repeated: dict[str, bool] = {}  # name to: the two say the same
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            seen: dict[str, Any] = {}
+            for key, value in items:
+                if key in seen:
+                    repeated[key] = repeated.get(key, True) and seen[key] == value
+                seen[key] = value
+        return result
+
     try:
-        header = parse_json(text, rel)
+        check_json_size(text, rel, MAX_NODES)
+        if len(text) > MAX_TEXT and not text.isascii():
+            raise _corrupt(f"the header of `{rel}` is too large to be read here", rel, f"{len(text)} bytes")
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
     except ReadError as error:
-        if "repeats" in error.finding.message:
-            raise read_error("artifact.duplicate_tensor", error.finding.message, rel, error.finding.observed, "each name once") from None
-        raise read_error("artifact.corrupt", f"the header of `{rel}` is not JSON", rel) from None
+        raise _corrupt(
+            f"header: {error.finding.message}", rel, error.finding.observed, error.finding.expected
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(f"the header of `{rel}` is not JSON: {type(error).__name__}", rel) from None
+    for name, same in repeated.items():
+        severity = Severity.WARNING if same else Severity.ERROR
+        finding = Finding(
+            "artifact.duplicate_tensor", severity, f"the header of `{rel}` describes `{name}` twice", rel, name, "once"
+        )
+        if not same:
+            raise ReadError(finding)
+        warnings.append(finding)
     if not isinstance(header, dict):
-        raise read_error("artifact.corrupt", f"the header of `{rel}` is not a JSON object", rel)
-    header.pop("__metadata__", None)
+        raise _corrupt(f"the header of `{rel}` is not a JSON object", rel)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _corrupt(f"`__metadata__` of `{rel}` is not text to text", rel, str(metadata)[:80], "text to text")
     return header
 
 
 def _layout(header: dict[str, Any], rel: str, start: int, size: int) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    for name, entry in header.items():
-        tensors[name] = _tensor(name, entry, rel, start)
+    tensors = {name: _tensor(name, entry, rel, start) for name, entry in header.items()}
     end = start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != end:
-            raise read_error("artifact.corrupt", f"tensors of `{rel}` leave a hole or overlap at `{tensor.name}`", rel,
-                             f"offset {tensor.offset - start}", f"offset {end - start}")
+            raise _corrupt(
+                f"tensors of `{rel}` leave a hole or overlap at `{tensor.name}`",
+                rel,
+                f"offset {tensor.offset - start}",
+                f"offset {end - start}",
+            )
         end += tensor.nbytes
     if end > size:
-        raise read_error("artifact.truncated", f"`{rel}` is shorter than its tensors", rel, f"{size} bytes", f"{end} bytes")
+        raise read_error(
+            "artifact.truncated", f"`{rel}` is shorter than its tensors", rel, f"{size} bytes", f"{end} bytes"
+        )
     if end < size:
-        raise read_error("artifact.corrupt", f"`{rel}` goes on after its tensors", rel, f"{size} bytes", f"{end} bytes")
+        raise _corrupt(f"`{rel}` goes on after its tensors", rel, f"{size} bytes", f"{end} bytes")
     return tensors
 
 
@@ -89,21 +142,25 @@ def _tensor(name: str, entry: Any, rel: str, start: int) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise read_error("artifact.corrupt", f"the entry of `{name}` in `{rel}` is incomplete", rel) from None
+        raise _corrupt(f"the entry of `{name}` in `{rel}` is incomplete", rel) from None
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise read_error("tensor.dtype_unsupported", f"`{name}` in `{rel}` has an unknown element type", rel, str(dtype),
-                         ", ".join(DTYPE_BITS))
+        message = f"`{name}` in `{rel}` has an unknown element type"
+        raise read_error("tensor.dtype_unsupported", message, rel, str(dtype)[:80], ", ".join(DTYPE_BITS))
     count = 1
     for dim in shape if isinstance(shape, list) else [-1]:
         if type(dim) is not int or dim < 0:
-            raise read_error("artifact.corrupt", f"`{name}` in `{rel}` has an impossible shape", rel, str(shape)[:80])
+            raise _corrupt(f"`{name}` in `{rel}` has an impossible shape", rel, str(shape)[:80])
         count *= dim
         if count > MAX_ELEMENTS:
-            raise read_error("artifact.corrupt", f"`{name}` in `{rel}` claims too many elements", rel, str(shape)[:80])
-    if type(begin) is not int or type(end) is not int or begin < 0 or (count * bits + 7) // 8 != end - begin:
-        raise read_error("artifact.corrupt", f"the offsets of `{name}` in `{rel}` do not fit its shape", rel,
-                         f"{begin}..{end}", f"{(count * bits + 7) // 8} bytes")
+            raise _corrupt(f"`{name}` in `{rel}` claims too many elements", rel, str(shape)[:80])
+    if count * bits % 8:
+        raise _corrupt(f"`{name}` in `{rel}` does not end on a byte", rel, f"{count} elements of {bits} bits")
+    if type(begin) is not int or type(end) is not int or begin < 0 or count * bits // 8 != end - begin:
+        observed = f"{begin}..{end}"[:80]
+        raise _corrupt(
+            f"the offsets of `{name}` in `{rel}` do not fit its shape", rel, observed, f"{count * bits // 8} bytes"
+        )
     return TensorInfo(name, dtype, tuple(shape), rel, start + begin, end - begin)
 
 
