@@ -1,0 +1,163 @@
+"""Ten thousand mutated real files: inspection describes each and never crashes, hangs or gives up."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.shapes import classical, ggufs, graphs, hf
+from turnout.package.facts import Package
+from turnout.package.inspect import inspect
+from turnout.package.store import resolve
+
+EXAMPLES = 750  # of each of the fourteen seeds
+EXTREMES = [
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 60,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+]
+SIZE = 40_000  # bytes of a seed that are kept: headers, and some data
+
+
+def seeds(folder: Path) -> dict[str, tuple[str, bytes, dict[str, bytes]]]:
+    """Name to (file name, content, files beside it)."""
+    llama = hf.llama(folder / "llama")
+    config = (llama / "config.json").read_bytes()
+    weights = (llama / "model.safetensors").read_bytes()
+    tokenizer = (llama / "tokenizer.json").read_bytes()
+    ir = graphs.ir(folder / "ir")
+    flite = min(resolve("mediapipe").path.rglob("*.tflite"), key=lambda p: p.stat().st_size).read_bytes()
+    torch_file = hf.torch_checkpoint(folder / "torch", hostile=False) / "pytorch_model.bin"
+    ct2 = classical.ct2_decoder(folder / "ct2")
+    return {
+        "safetensors": ("model.safetensors", weights, {"config.json": config}),
+        "config": ("config.json", config, {"model.safetensors": weights}),
+        "tokenizer": ("tokenizer.json", tokenizer, {"config.json": config, "model.safetensors": weights}),
+        "template": (
+            "chat_template.jinja",
+            hf.TEMPLATE.encode() * 3,
+            {"config.json": config, "model.safetensors": weights},
+        ),
+        "gguf": ("m.gguf", ggufs.write_gguf(folder / "m.gguf").read_bytes(), {}),
+        "onnx": ("m.onnx", graphs.mlp(folder / "m.onnx").read_bytes(), {}),
+        "external": ("model.onnx", graphs.external(folder / "ext").read_bytes(), {"weights.bin": graphs.W1.tobytes()}),
+        "openvino": ("m.xml", ir.read_bytes(), {"m.bin": ir.with_suffix(".bin").read_bytes()}),
+        "tflite": ("m.tflite", flite, {}),
+        "torch": ("m.pt", torch_file.read_bytes(), {}),
+        "pickle": ("m.pkl", classical.pickled_booster(folder / "m.pkl").read_bytes(), {}),
+        "ubj": ("m.ubj", classical.booster(folder / "m.ubj").read_bytes(), {}),
+        "skops": ("m.skops", classical.skops(folder / "m.skops", True).read_bytes(), {}),
+        "ctranslate2": (
+            "model.bin",
+            (ct2 / "model.bin").read_bytes(),
+            {"config.json": (ct2 / "config.json").read_bytes()},
+        ),
+    }
+
+
+NAMES = [
+    "safetensors",
+    "config",
+    "tokenizer",
+    "template",
+    "gguf",
+    "onnx",
+    "external",
+    "openvino",
+    "tflite",
+    "torch",
+    "pickle",
+    "ubj",
+    "skops",
+    "ctranslate2",
+]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bytes, dict[str, bytes]]]:
+    return seeds(tmp_path_factory.mktemp("seeds"))
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> list[tuple[str, float, int, bytes]]:
+    """Up to four edits: kind, place as a share of the length, a number, some bytes."""
+    kinds = st.sampled_from(["flip", "cut", "insert", "delete", "repeat", "number32", "number64"])
+    return draw(
+        st.lists(
+            st.tuples(kinds, st.floats(0, 1), st.sampled_from(EXTREMES), st.binary(max_size=12)), min_size=1, max_size=4
+        )
+    )
+
+
+def mutate(data: bytes, changes: list[tuple[str, float, int, bytes]]) -> bytes:
+    """Applies edits; most fall into the first kilobyte, where headers are."""
+    for kind, place, number, extra in changes:
+        span = len(data) if place > 0.7 else min(len(data), 1024)
+        at = int(place * span)
+        if kind == "flip" and data:
+            at = min(at, len(data) - 1)
+            data = data[:at] + bytes([data[at] ^ (1 << (number % 8))]) + data[at + 1 :]
+        elif kind == "cut":
+            data = data[:at]
+        elif kind == "insert":
+            data = data[:at] + extra + data[at:]
+        elif kind == "delete":
+            data = data[:at] + data[at + 1 + number % 64 :]
+        elif kind == "repeat":
+            data = data[:at] + data[at : at + 1 + number % 64] * 2 + data[at:]
+        elif kind == "number32":
+            data = data[:at] + struct.pack("<I", number & 0xFFFFFFFF) + data[at + 4 :]
+        elif kind == "number64":
+            data = data[:at] + struct.pack("<Q", number) + data[at + 8 :]
+    return data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_files_are_described(
+    name: str, material: dict[str, tuple[str, bytes, dict[str, bytes]]], tmp_path: Path
+) -> None:
+    file, content, beside = material[name]
+    for other, data in beside.items():
+        (tmp_path / other).write_bytes(data)
+    tried = 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(edits())
+    def run(changes: list[tuple[str, float, int, bytes]]) -> None:
+        nonlocal tried
+        tried += 1
+        (tmp_path / file).write_bytes(mutate(content[:SIZE], changes))
+        started = time.perf_counter()
+        package = inspect(tmp_path)
+        assert time.perf_counter() - started < 5
+        assert isinstance(package, Package) and package.artifacts
+        assert not [f.message for f in package.all_findings() if "reader gave up" in f.message]
+        json.dumps([f.message for f in package.all_findings()])
+
+    run()
+    assert tried >= EXAMPLES * 0.9
