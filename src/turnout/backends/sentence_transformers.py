@@ -33,6 +33,7 @@ from turnout.backends.base import (
 )
 from turnout.backends.requirements import truthy
 from turnout.backends.transformers import TransformersBackend
+from turnout.backends.transformers_requirements import dtype_option
 from turnout.errors import InputError, LoadError
 from turnout.package.facts import Artifact, ArtifactKind, CodeNeed
 from turnout.tasks.contract import EmbeddingsOutput, RankedDocument, RankingOutput
@@ -45,10 +46,14 @@ OPTIONS = frozenset({"normalize", "max_length", "trust_remote_code", "dtype", "a
 
 def module_known(path: str) -> bool:
     """Whether ``package.module.Class`` can be imported from the library."""
+    import warnings
+
     module, _, name = path.rpartition(".")
     try:
-        return hasattr(__import__(module, fromlist=[name]), name)
-    except ImportError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the place that most packages name
+            return hasattr(__import__(module, fromlist=[name]), name)
+    except (ImportError, ValueError):
         return False
 
 
@@ -58,11 +63,33 @@ def _kind(artifact: Artifact) -> str:
 
 
 def _inner(case: Case) -> Case:
-    """The transformer inside, as a Transformers directory of its own."""
+    """The transformer inside, as a Transformers directory of its own; a dense layer comes after it."""
     entry = next((c.path for c in case.artifact.components if c.role == "Transformer"), case.artifact.entry)
-    artifact = replace(case.artifact, kind=ArtifactKind.TRANSFORMERS, entry=entry)
+    recipe = case.artifact.recipe
+    if recipe is not None:
+        recipe = replace(recipe, settings={k: v for k, v in recipe.settings.items() if k != "dense"})
+    artifact = replace(case.artifact, kind=ArtifactKind.TRANSFORMERS, entry=entry, recipe=recipe)
     task = Task.RERANK if case.task == Task.RERANK else Task.EMBEDDINGS
     return replace(case, artifact=artifact, task=task)
+
+
+def _options(case: Case) -> list[Requirement]:
+    found = dtype_option(case)
+    for name in case.options:
+        if name not in OPTIONS:
+            found.append(unmet(Kind.OPTION, "option.unsupported", f"sentence-transformers takes no option `{name}` here; the package's modules decide",
+                               observed=name, expected=", ".join(sorted(OPTIONS))))
+    recipe = case.artifact.recipe
+    if recipe is not None and recipe.settings.get("normalize") and not truthy(case.options.get("normalize", True)):
+        found.append(unmet(Kind.OPTION, "option.unsupported", "the package's own last module scales vectors to length 1", observed="normalize=false",
+                           expected="normalize=true", where=case.artifact.entry))
+    length = str(case.options.get("max_length", 1))
+    dims = case.artifact.architecture.dims if case.artifact.architecture else {}
+    room = dims.get("max_position_embeddings")
+    if not length.isdecimal() or not 0 < int(length) <= (room or int(length)):
+        found.append(unmet(Kind.OPTION, "option.unsupported", "texts cannot be cut to that length", observed=length,
+                           expected=f"1 to {room}" if room else "a number of tokens", where="max_length"))
+    return found
 
 
 @dataclass(slots=True)
@@ -89,7 +116,10 @@ class SentenceSession:
         if prompt_name is not None and prompt_name not in self.model.prompts:
             raise InputError(f"the model has no prompt `{prompt_name}`", hints=["known: " + ", ".join(self.model.prompts)])
         wanted = bool(self.recipe.settings.get("normalize"))
-        vectors = self.model.encode(texts, prompt_name=prompt_name, normalize_embeddings=wanted, show_progress_bar=False)
+        try:
+            vectors = self.model.encode(texts, prompt_name=prompt_name, normalize_embeddings=wanted, show_progress_bar=False)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise _failed_run(error) from None
         vectors = np.asarray(vectors, np.float32)
         return EmbeddingsOutput(vectors, int(vectors.shape[1]), wanted, self.recipe.id)
 
@@ -97,13 +127,27 @@ class SentenceSession:
         import torch
 
         # Raw logits: the contract's score kind; the order is the same under any monotone activation.
-        scores = self.model.predict([(query, d) for d in documents], activation_fn=torch.nn.Identity(), show_progress_bar=False)
+        pairs = [(query, document) for document in documents]
+        try:
+            scores = self.model.predict(pairs, activation_fn=torch.nn.Identity(), show_progress_bar=False)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise _failed_run(error) from None
         ranked = sorted(enumerate(float(s) for s in scores), key=lambda pair: -pair[1])
         return RankingOutput([RankedDocument(index, score) for index, score in ranked])
 
     def close(self) -> None:
         """Drops the model; may be called twice."""
         self.model = None
+
+
+def _failed_run(error: Exception) -> InputError:
+    return InputError(f"the model cannot run these texts: {_said(error)}", code="runtime.failed")
+
+
+def _said(error: Exception) -> str:
+    """First line of the library's message, with the next where it only announces one."""
+    lines = [line.strip() for line in str(error).replace("\\n", "\n").replace("\\t", " ").splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300] if lines else repr(error)
 
 
 class SentenceTransformersBackend:
@@ -141,14 +185,7 @@ class SentenceTransformersBackend:
                                    observed=component.class_name, expected="a module of the installed version", where=entry,
                                    remedies=[Remedy(Action.UPGRADE, "a newer sentence-transformers may have it", ["pip", "install", "--upgrade", "sentence-transformers"], speculative=True)]))
         found += self._kind_fits(case)
-        for name in case.options:
-            if name not in OPTIONS:
-                found.append(unmet(Kind.OPTION, "option.unsupported", f"sentence-transformers takes no option `{name}` here; the package's modules decide",
-                                   observed=name, expected=", ".join(sorted(OPTIONS))))
-        recipe = artifact.recipe
-        if recipe is not None and recipe.settings.get("normalize") and not truthy(case.options.get("normalize", True)):
-            found.append(unmet(Kind.OPTION, "option.unsupported", "the package's own last module scales vectors to length 1", observed="normalize=false",
-                               expected="normalize=true", where=entry))
+        found += _options(case)
         found += [r for r in TransformersBackend().requirements(_inner(case)) if r.kind is not Kind.OPTION]
         return found or [met("modules", Kind.COMPONENT, entry)]
 
@@ -192,7 +229,7 @@ class SentenceTransformersBackend:
                         trust_remote_code=truthy(case.options.get("trust_remote_code")),
                         model_kwargs={"dtype": getattr(torch, plan.dtype)})
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
-            raise LoadError(f"sentence-transformers cannot load it: {str(error).splitlines()[0] if str(error) else error!r}") from None
+            raise LoadError(f"sentence-transformers cannot load it: {_said(error)}") from None
         if case.options.get("max_length"):
             model.max_seq_length = int(case.options["max_length"])
         recipe = pooling_recipe(case.artifact, case.options) if case.artifact.recipe else None

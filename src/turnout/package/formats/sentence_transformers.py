@@ -115,7 +115,19 @@ def _module(scan: Scan, directory: str, module: dict[str, Any], artifact: Artifa
         component.status = Status.MISSING
         artifact.findings.append(Finding("component.missing", Severity.ERROR, f"module `{component.role}` has no `{join(place, 'config.json')}`",
                                          join(place, "config.json"), "absent", "the module's configuration"))
+    elif component.role == "Dense":
+        _activation(scan, join(place, "config.json"), component, artifact)
     return place
+
+
+def _activation(scan: Scan, rel: str, component: Component, artifact: Artifact) -> None:
+    """An activation from elsewhere than torch: without trust the library takes tanh in its place."""
+    named = (scan.json_object(rel) or {}).get("activation_function", "torch.")
+    if not str(named).startswith("torch."):
+        component.code = artifact.code = CodeNeed.REQUIRED
+        artifact.findings.append(
+            Finding("code.required", Severity.WARNING, f"the dense layer's activation `{named}` is not torch's", rel, str(named), "torch.*")
+        )
 
 
 def _take_inner(scan: Scan, inner: str, artifact: Artifact) -> None:

@@ -73,6 +73,10 @@ def detect_in(scan: Scan, directory: str) -> list[Artifact]:
 def _is_model(scan: Scan, directory: str) -> bool:
     if scan.has(join(directory, "model_index.json")) or scan.has(join(parent_of(directory), "model_index.json")) and directory:
         return False  # a part of a diffusers bundle
+    if directory and scan.has(join(parent_of(directory), "modules.json")):
+        config = scan.json_object(join(directory, "config.json")) or {}
+        if "model_type" not in config:
+            return False  # a layer of a sentence-transformers package
     if not _weights(scan, directory) or scan.has(join(directory, "adapter_config.json")):
         return False
     return scan.has(join(directory, "config.json"))
