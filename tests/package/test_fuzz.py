@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
 from tests.shapes import classical, ggufs, graphs, hf
+
 from turnout.package.facts import Package
 from turnout.package.inspect import inspect
 from turnout.package.store import resolve
