@@ -50,9 +50,9 @@ def hidden_states(folder: Path, text: str, length: int | None = None) -> torch.T
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cut = {"truncation": True, "max_length": length} if length else {}
     with torch.inference_mode():
-        states: torch.Tensor = AutoModel.from_pretrained(folder).eval()(
-            **tokenizer(text, return_tensors="pt", **cut)
-        ).last_hidden_state[0]
+        states: torch.Tensor = (
+            AutoModel.from_pretrained(folder).eval()(**tokenizer(text, return_tensors="pt", **cut)).last_hidden_state[0]
+        )
     return states
 
 
@@ -277,9 +277,7 @@ def test_options_against_the_package(options: dict[str, Any], sentences: Path) -
 
 
 def test_texts_that_do_not_fit_become_an_input_error(sentences: Path, tmp_path: Path) -> None:
-    package = edited(
-        sentences, tmp_path / "m", "tokenizer_config.json", lambda c: c.update(model_max_length=1000)
-    )
+    package = edited(sentences, tmp_path / "m", "tokenizer_config.json", lambda c: c.update(model_max_length=1000))
     (package / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 1000, "do_lower_case": False}))
     with pytest.raises(InputError) as caught:
         embed(case_of(package), ["w1 " * 100])

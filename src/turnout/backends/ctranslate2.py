@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -79,9 +79,10 @@ def _fact(artifact: Artifact, name: str) -> Any:
 class CTranslate2Session:
     """A Generator or Translator with the package's tokenizer."""
 
-    def __init__(self, plan: LoadPlan, model: Any, prompter: Prompter) -> None:
-        self.plan, self.model, self.prompter, self.dtype = plan, model, prompter, plan.dtype
-        self.binding = BindingReport()
+    def __init__(self, plan: LoadPlan, make: Callable[[], Any], prompter: Prompter) -> None:
+        self.plan, self.prompter, self._make, self.model = plan, prompter, make, make()
+        plan.dtype = self.dtype = self.model.compute_type
+        self.binding = BindingReport(loaded=len(plan.case.artifact.tensors.tensors))
 
     def run(self, request: Request, emit: Callable[[str], None] | None = None) -> TextOutput:
         """Text for one request. Raises ``InputError``."""
@@ -93,7 +94,12 @@ class CTranslate2Session:
         tokens = [str(self.prompter.tokenizer.id_to_token(i)) for i in ids]
         stream = TextStream(self.prompter.text, request.sampling.stop, emit)
         try:
-            produced, ended = self._translate(tokens, request.sampling) if translate else self._generate(tokens, len(ids), request.sampling)
+            self._seed(request.sampling)
+            produced, ended = (
+                self._translate(tokens, request.sampling)
+                if translate
+                else self._generate(tokens, len(ids), request.sampling)
+            )
         except (RuntimeError, ValueError) as error:
             raise InputError(f"CTranslate2 cannot run this input: {first_line(error)}", code="runtime.failed") from None
         count = 0
@@ -107,14 +113,25 @@ class CTranslate2Session:
                 break
         return TextOutput(stream.finish(), "stop" if ended else "length", len(ids), count)
 
+    def _seed(self, sampling: Sampling) -> None:
+        """A thread of the library takes the seed once, when it first draws: new threads for each seed."""
+        if sampling.temperature > 0 and sampling.seed is not None:
+            _library().set_random_seed(sampling.seed % (1 << 32))
+            self.model.unload_model()
+            self.model = self._make()
+
     def _generate(self, tokens: list[str], length: int, sampling: Sampling) -> tuple[list[int], bool]:
         room = max(self.prompter.room(length, sampling.max_tokens), 0)
-        result = self.model.generate_batch([tokens], max_length=room, include_prompt_in_result=False, **_sampling(sampling))[0]
+        result = self.model.generate_batch(
+            [tokens], max_length=room, include_prompt_in_result=False, **_sampling(sampling)
+        )[0]
         produced = list(result.sequences_ids[0])
         return produced, len(produced) < room
 
     def _translate(self, tokens: list[str], sampling: Sampling) -> tuple[list[int], bool]:
-        result = self.model.translate_batch([tokens], max_decoding_length=sampling.max_tokens, beam_size=1, **_sampling(sampling))[0]
+        result = self.model.translate_batch(
+            [tokens], max_decoding_length=sampling.max_tokens, beam_size=1, **_sampling(sampling)
+        )[0]
         ids = [self.prompter.tokenizer.token_to_id(token) for token in result.hypotheses[0]]
         return [i for i in ids if i is not None], len(ids) < sampling.max_tokens
 
@@ -128,9 +145,11 @@ class CTranslate2Session:
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     if sampling.temperature <= 0:
         return {"sampling_topk": 1}
-    if sampling.seed is not None:
-        _library().set_random_seed(sampling.seed)
-    return {"sampling_topk": sampling.top_k, "sampling_topp": sampling.top_p, "sampling_temperature": sampling.temperature}
+    return {
+        "sampling_topk": sampling.top_k,
+        "sampling_topp": sampling.top_p,
+        "sampling_temperature": sampling.temperature,
+    }
 
 
 class CTranslate2Backend:
@@ -163,21 +182,50 @@ class CTranslate2Backend:
         found: list[Requirement] = []
         binary, newest = _fact(artifact, "binary_version"), newest_binary_version()
         if newest is not None and isinstance(binary, int) and binary > newest:
-            found.append(unmet(Kind.ARTIFACT, "dependency.version", f"the model has binary version {binary}, this library reads up to {newest}",
-                               observed=f"v{binary}", expected=f"at most v{newest}", where=artifact.entry,
-                               remedies=[Remedy(Action.CONVERT, "convert the model again with the installed version")]))
+            found.append(
+                unmet(
+                    Kind.ARTIFACT,
+                    "dependency.version",
+                    f"the model has binary version {binary}, this library reads up to {newest}",
+                    observed=f"v{binary}",
+                    expected=f"at most v{newest}",
+                    where=artifact.entry,
+                    remedies=[Remedy(Action.CONVERT, "convert the model again with the installed version")],
+                )
+            )
         spec, wanted = _fact(artifact, "spec"), SPECS.get(Task(case.task))
         if wanted is not None and spec != wanted:
-            found.append(unmet(Kind.TASK_HEAD, "task.not_offered", f"a {spec} cannot serve `{case.task}`", observed=str(spec), expected=wanted, where=artifact.entry))
+            found.append(
+                unmet(
+                    Kind.TASK_HEAD,
+                    "task.not_offered",
+                    f"a {spec} cannot serve `{case.task}`",
+                    observed=str(spec),
+                    expected=wanted,
+                    where=artifact.entry,
+                )
+            )
         found += self._dtype(case)
         return found
 
     def _dtype(self, case: Case) -> list[Requirement]:
         wanted = str(case.options.get("dtype") or "default")
-        known = {"default", *_library().get_supported_compute_types(case.device.split(":")[0])} if case.device in self.devices() else {wanted}
+        known = (
+            {"default", *_library().get_supported_compute_types(case.device.split(":")[0])}
+            if case.device in self.devices()
+            else {wanted}
+        )
         if wanted in known:
             return [met("dtype", Kind.DTYPE, wanted)]
-        return [unmet(Kind.OPTION, "option.unsupported", f"CTranslate2 does not compute in {wanted} here", observed=wanted, expected=", ".join(sorted(known)))]
+        return [
+            unmet(
+                Kind.OPTION,
+                "option.unsupported",
+                f"CTranslate2 does not compute in {wanted} here",
+                observed=wanted,
+                expected=", ".join(sorted(known)),
+            )
+        ]
 
     def inquire(self, case: Case) -> list[Evidence]:
         """``requirements`` has put every question that needs no weights."""
@@ -186,7 +234,9 @@ class CTranslate2Backend:
     def plan(self, case: Case) -> LoadPlan:
         """The library's class for the specification."""
         name = "Translator" if case.task in SEQ2SEQ else "Generator"
-        return LoadPlan(case, self.name, f"ctranslate2.{name}", str(case.options.get("dtype") or "default"), case.artifact.files)
+        return LoadPlan(
+            case, self.name, f"ctranslate2.{name}", str(case.options.get("dtype") or "default"), case.artifact.files
+        )
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
         """Loads and frees: the library offers nothing less."""
@@ -202,14 +252,13 @@ class CTranslate2Backend:
         case = plan.case
         prompter = Prompter(case.root, case.artifact, case.options)
         library = _library()
-        make = library.Translator if case.task in SEQ2SEQ else library.Generator
+        maker = library.Translator if case.task in SEQ2SEQ else library.Generator
+        arguments = {"device": case.device.split(":")[0], "compute_type": plan.dtype, "inter_threads": 1}
+        make = partial(maker, case.file(case.artifact.entry), intra_threads=len(os.sched_getaffinity(0)), **arguments)
         try:
-            model = make(case.file(case.artifact.entry), device=case.device.split(":")[0], compute_type=plan.dtype,
-                         intra_threads=len(os.sched_getaffinity(0)), inter_threads=1)
+            return CTranslate2Session(plan, make, prompter)
         except (RuntimeError, ValueError) as error:
             raise LoadError(f"CTranslate2 cannot load it: {first_line(error)}") from None
-        plan.dtype = model.compute_type
-        return CTranslate2Session(plan, model, prompter)
 
     def probe(self, session: Session) -> Evidence:
         """A few tokens."""
@@ -224,4 +273,7 @@ class CTranslate2Backend:
         except InputError as error:
             return failed(EvidenceLevel.EXECUTED, error.code, error.message)
         spent = time.perf_counter() - started
-        return passed(EvidenceLevel.EXECUTED, measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent})
+        return passed(
+            EvidenceLevel.EXECUTED,
+            measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent},
+        )

@@ -77,18 +77,41 @@ def _options(case: Case) -> list[Requirement]:
     found = dtype_option(case)
     for name in case.options:
         if name not in OPTIONS:
-            found.append(unmet(Kind.OPTION, "option.unsupported", f"sentence-transformers takes no option `{name}` here; the package's modules decide",
-                               observed=name, expected=", ".join(sorted(OPTIONS))))
+            found.append(
+                unmet(
+                    Kind.OPTION,
+                    "option.unsupported",
+                    f"sentence-transformers takes no option `{name}` here; the package's modules decide",
+                    observed=name,
+                    expected=", ".join(sorted(OPTIONS)),
+                )
+            )
     recipe = case.artifact.recipe
     if recipe is not None and recipe.settings.get("normalize") and not truthy(case.options.get("normalize", True)):
-        found.append(unmet(Kind.OPTION, "option.unsupported", "the package's own last module scales vectors to length 1", observed="normalize=false",
-                           expected="normalize=true", where=case.artifact.entry))
+        found.append(
+            unmet(
+                Kind.OPTION,
+                "option.unsupported",
+                "the package's own last module scales vectors to length 1",
+                observed="normalize=false",
+                expected="normalize=true",
+                where=case.artifact.entry,
+            )
+        )
     length = str(case.options.get("max_length", 1))
     dims = case.artifact.architecture.dims if case.artifact.architecture else {}
     room = dims.get("max_position_embeddings")
     if not length.isdecimal() or not 0 < int(length) <= (room or int(length)):
-        found.append(unmet(Kind.OPTION, "option.unsupported", "texts cannot be cut to that length", observed=length,
-                           expected=f"1 to {room}" if room else "a number of tokens", where="max_length"))
+        found.append(
+            unmet(
+                Kind.OPTION,
+                "option.unsupported",
+                "texts cannot be cut to that length",
+                observed=length,
+                expected=f"1 to {room}" if room else "a number of tokens",
+                where="max_length",
+            )
+        )
     return found
 
 
@@ -114,10 +137,14 @@ class SentenceSession:
         import numpy as np
 
         if prompt_name is not None and prompt_name not in self.model.prompts:
-            raise InputError(f"the model has no prompt `{prompt_name}`", hints=["known: " + ", ".join(self.model.prompts)])
+            raise InputError(
+                f"the model has no prompt `{prompt_name}`", hints=["known: " + ", ".join(self.model.prompts)]
+            )
         wanted = bool(self.recipe.settings.get("normalize"))
         try:
-            vectors = self.model.encode(texts, prompt_name=prompt_name, normalize_embeddings=wanted, show_progress_bar=False)
+            vectors = self.model.encode(
+                texts, prompt_name=prompt_name, normalize_embeddings=wanted, show_progress_bar=False
+            )
         except (RuntimeError, IndexError, ValueError) as error:
             raise _failed_run(error) from None
         vectors = np.asarray(vectors, np.float32)
@@ -181,9 +208,24 @@ class SentenceTransformersBackend:
         found: list[Requirement] = []
         for component in artifact.components:
             if component.code is CodeNeed.NONE and component.class_name and not module_known(component.class_name):
-                found.append(unmet(Kind.ARCHITECTURE, "architecture.unsupported", f"this version has no module `{component.class_name}`",
-                                   observed=component.class_name, expected="a module of the installed version", where=entry,
-                                   remedies=[Remedy(Action.UPGRADE, "a newer sentence-transformers may have it", ["pip", "install", "--upgrade", "sentence-transformers"], speculative=True)]))
+                found.append(
+                    unmet(
+                        Kind.ARCHITECTURE,
+                        "architecture.unsupported",
+                        f"this version has no module `{component.class_name}`",
+                        observed=component.class_name,
+                        expected="a module of the installed version",
+                        where=entry,
+                        remedies=[
+                            Remedy(
+                                Action.UPGRADE,
+                                "a newer sentence-transformers may have it",
+                                ["pip", "install", "--upgrade", "sentence-transformers"],
+                                speculative=True,
+                            )
+                        ],
+                    )
+                )
         found += self._kind_fits(case)
         found += _options(case)
         found += [r for r in TransformersBackend().requirements(_inner(case)) if r.kind is not Kind.OPTION]
@@ -192,8 +234,16 @@ class SentenceTransformersBackend:
     def _kind_fits(self, case: Case) -> list[Requirement]:
         kind = _kind(case.artifact)
         if kind not in ("SentenceTransformer", "CrossEncoder"):
-            return [unmet(Kind.TASK_HEAD, "task.not_offered", f"a {kind} gives vectors that this backend does not serve yet", observed=kind,
-                          expected="SentenceTransformer or CrossEncoder", where=case.artifact.entry)]
+            return [
+                unmet(
+                    Kind.TASK_HEAD,
+                    "task.not_offered",
+                    f"a {kind} gives vectors that this backend does not serve yet",
+                    observed=kind,
+                    expected="SentenceTransformer or CrossEncoder",
+                    where=case.artifact.entry,
+                )
+            ]
         if kind == "SentenceTransformer" and case.artifact.recipe is None and case.artifact.code is CodeNeed.NONE:
             return [unmet(Kind.RECIPE, "recipe.missing", "no module of the package pools", where=case.artifact.entry)]
         return [met("kind", Kind.TASK_HEAD, kind)]
@@ -206,7 +256,9 @@ class SentenceTransformersBackend:
         """The class that the package's own configuration names."""
         dtype = str(case.options.get("dtype") or "float32")
         recipe = pooling_recipe(case.artifact, case.options).id if case.artifact.recipe else ""
-        return LoadPlan(case, self.name, f"sentence_transformers.{_kind(case.artifact)}", dtype, case.artifact.files, recipe)
+        return LoadPlan(
+            case, self.name, f"sentence_transformers.{_kind(case.artifact)}", dtype, case.artifact.files, recipe
+        )
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
         """Binds the inner transformer on the meta device: names and shapes, no values."""
@@ -225,9 +277,13 @@ class SentenceTransformersBackend:
         case = plan.case
         cls = getattr(sentence_transformers, _kind(case.artifact))
         try:
-            model = cls(case.file(case.artifact.entry), device=case.device, local_files_only=True,
-                        trust_remote_code=truthy(case.options.get("trust_remote_code")),
-                        model_kwargs={"dtype": getattr(torch, plan.dtype)})
+            model = cls(
+                case.file(case.artifact.entry),
+                device=case.device,
+                local_files_only=True,
+                trust_remote_code=truthy(case.options.get("trust_remote_code")),
+                model_kwargs={"dtype": getattr(torch, plan.dtype)},
+            )
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
             raise LoadError(f"sentence-transformers cannot load it: {_said(error)}") from None
         if case.options.get("max_length"):
@@ -250,11 +306,18 @@ class SentenceTransformersBackend:
         spent = time.perf_counter() - started
         values = [r.score for r in output.ranking] if isinstance(output, RankingOutput) else output.vectors
         if not np.isfinite(np.asarray(values)).all():
-            return failed(EvidenceLevel.EXECUTED, "runtime.numeric_mismatch", "the output holds values that are not finite")
+            return failed(
+                EvidenceLevel.EXECUTED, "runtime.numeric_mismatch", "the output holds values that are not finite"
+            )
         if isinstance(output, EmbeddingsOutput):
             alone = session.run(Request(Task.EMBEDDINGS, {"texts": request.inputs["texts"][:1]}))
             off = float(np.abs(alone.vectors[0] - output.vectors[0]).max())
             if session.dtype == "float32" and off > 1e-4:
-                return failed(EvidenceLevel.EXECUTED, "runtime.numeric_mismatch", "a text alone gives another vector than in a batch",
-                              observed=f"{off:.2g}", expected="at most 1e-4")
+                return failed(
+                    EvidenceLevel.EXECUTED,
+                    "runtime.numeric_mismatch",
+                    "a text alone gives another vector than in a batch",
+                    observed=f"{off:.2g}",
+                    expected="at most 1e-4",
+                )
         return passed(EvidenceLevel.EXECUTED, measurements={"latency_s": spent})

@@ -30,9 +30,11 @@ def detect(scan: Scan) -> list[Artifact]:
     """Directories with a modules.json, and cross-encoders that say so in their own config."""
     found = []
     for directory in scan.directories():
-        if scan.has(join(directory, "modules.json")) or _is_cross_encoder(scan, directory):
-            if scan.focus is None or scan.focus in (join(directory, "modules.json"), join(directory, MAIN)):
-                found.append(_artifact(scan, directory))
+        manifests = (join(directory, "modules.json"), join(directory, MAIN))
+        if (scan.focus is None or scan.focus in manifests) and (
+            scan.has(manifests[0]) or _is_cross_encoder(scan, directory)
+        ):
+            found.append(_artifact(scan, directory))
     return found
 
 
@@ -99,8 +101,16 @@ def _module(scan: Scan, directory: str, module: dict[str, Any], artifact: Artifa
     artifact.components.append(component)
     if not kind.startswith(LIBRARY):
         component.code = artifact.code = CodeNeed.REQUIRED
-        artifact.findings.append(Finding("code.required", Severity.WARNING, f"module `{kind}` is not part of sentence-transformers",
-                                         rel, kind, f"{LIBRARY}*"))
+        artifact.findings.append(
+            Finding(
+                "code.required",
+                Severity.WARNING,
+                f"module `{kind}` is not part of sentence-transformers",
+                rel,
+                kind,
+                f"{LIBRARY}*",
+            )
+        )
     try:
         place = scan.refer(directory, path)
     except ReadError as error:
@@ -113,8 +123,16 @@ def _module(scan: Scan, directory: str, module: dict[str, Any], artifact: Artifa
     needs_folder = component.role in ("Pooling", "Dense", "Transformer")
     if needs_folder and not scan.has(join(place, "config.json")):
         component.status = Status.MISSING
-        artifact.findings.append(Finding("component.missing", Severity.ERROR, f"module `{component.role}` has no `{join(place, 'config.json')}`",
-                                         join(place, "config.json"), "absent", "the module's configuration"))
+        artifact.findings.append(
+            Finding(
+                "component.missing",
+                Severity.ERROR,
+                f"module `{component.role}` has no `{join(place, 'config.json')}`",
+                join(place, "config.json"),
+                "absent",
+                "the module's configuration",
+            )
+        )
     elif component.role == "Dense":
         _activation(scan, join(place, "config.json"), component, artifact)
     return place
@@ -126,7 +144,14 @@ def _activation(scan: Scan, rel: str, component: Component, artifact: Artifact) 
     if not str(named).startswith("torch."):
         component.code = artifact.code = CodeNeed.REQUIRED
         artifact.findings.append(
-            Finding("code.required", Severity.WARNING, f"the dense layer's activation `{named}` is not torch's", rel, str(named), "torch.*")
+            Finding(
+                "code.required",
+                Severity.WARNING,
+                f"the dense layer's activation `{named}` is not torch's",
+                rel,
+                str(named),
+                "torch.*",
+            )
         )
 
 
@@ -137,14 +162,25 @@ def _take_inner(scan: Scan, inner: str, artifact: Artifact) -> None:
         context = read_context(scan, inner)
         transformers.attach(artifact, context)
         if not any(f.code.startswith(("artifact", "component")) for f in artifact.findings):
-            artifact.findings.append(Finding("artifact.missing", Severity.ERROR, "the transformer module has no weights", inner or ".",
-                                             "no weights", "model.safetensors"))
+            artifact.findings.append(
+                Finding(
+                    "artifact.missing",
+                    Severity.ERROR,
+                    "the transformer module has no weights",
+                    inner or ".",
+                    "no weights",
+                    "model.safetensors",
+                )
+            )
         return
     artifact.tensors, artifact.architecture, artifact.tokenizer = found.tensors, found.architecture, found.tokenizer
     artifact.licence, artifact.quantization, artifact.labels = found.licence, found.quantization, found.labels
     artifact.files += found.files
-    artifact.findings += [f for f in found.findings if not f.code.startswith("template.") and f.code != "recipe.assumed"
-                          and f not in artifact.findings]
+    artifact.findings += [
+        f
+        for f in found.findings
+        if not f.code.startswith("template.") and f.code != "recipe.assumed" and f not in artifact.findings
+    ]
     if found.code is CodeNeed.FORBIDDEN:
         artifact.code = CodeNeed.FORBIDDEN
     artifact.depends_on.append(ArtifactRef("transformer", found.id, resolved=True))
@@ -155,12 +191,24 @@ def _check_recipe(artifact: Artifact, directory: str, kind: str) -> None:
         return
     rel = join(directory, "modules.json")
     if artifact.recipe is None:
-        if not any(f.severity is Severity.ERROR for f in artifact.findings) and not any(c.code is CodeNeed.REQUIRED for c in artifact.components):
-            artifact.findings.append(Finding("recipe.missing", Severity.ERROR, "modules.json has no pooling module", rel))
+        if not any(f.severity is Severity.ERROR for f in artifact.findings) and not any(
+            c.code is CodeNeed.REQUIRED for c in artifact.components
+        ):
+            artifact.findings.append(
+                Finding("recipe.missing", Severity.ERROR, "modules.json has no pooling module", rel)
+            )
         return
     dimension = artifact.recipe.settings.get("dimension")
     width = artifact.architecture.dims.get("hidden_size") if artifact.architecture else None
     known = any(f.code == "recipe.conflict" for f in artifact.findings)
     if dimension is not None and width is not None and dimension != width and not known:
-        artifact.findings.append(Finding("recipe.conflict", Severity.ERROR, "pooling is configured for another width than the encoder has",
-                                         rel, f"pooling dimension {dimension}", f"encoder width {width}"))
+        artifact.findings.append(
+            Finding(
+                "recipe.conflict",
+                Severity.ERROR,
+                "pooling is configured for another width than the encoder has",
+                rel,
+                f"pooling dimension {dimension}",
+                f"encoder width {width}",
+            )
+        )
