@@ -38,12 +38,26 @@ DIMS: dict[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "d_kv"),
     "intermediate_size": ("intermediate_size", "d_ff", "n_inner", "ffn_dim", "encoder_ffn_dim", "hidden_dim"),
     "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length",
-                                "max_target_positions"),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_sequence_length",
+        "max_target_positions",
+    ),
     "num_labels": ("num_labels",),
 }
-SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder", "language_config", "talker_config",
-               "thinker_config", "llm_config")
+SUB_CONFIGS = (
+    "text_config",
+    "vision_config",
+    "audio_config",
+    "encoder",
+    "decoder",
+    "language_config",
+    "talker_config",
+    "thinker_config",
+    "llm_config",
+)
 
 
 @dataclass(slots=True)
@@ -114,8 +128,9 @@ def _object(scan: Scan, rel: str, context: Context) -> dict[str, Any] | None:
         return None
     if isinstance(value, dict):
         return value
-    context.findings.append(Finding("config.invalid", Severity.ERROR, f"`{rel}` is not a JSON object", rel,
-                                    type(value).__name__, "object"))
+    context.findings.append(
+        Finding("config.invalid", Severity.ERROR, f"`{rel}` is not a JSON object", rel, type(value).__name__, "object")
+    )
     return None
 
 
@@ -128,9 +143,15 @@ def read_architecture(config: dict[str, Any], source: str, findings: list[Findin
     architecture = Architecture(
         model_type=str(config.get("model_type") or ""),
         class_names=[n for n in names if isinstance(n, str)] if isinstance(names, list) else [],
-        dims=_dims(config), rope=_rope(config, source, findings), attention=_attention(config), moe=_moe(config),
+        dims=_dims(config),
+        rope=_rope(config, source, findings),
+        attention=_attention(config),
+        moe=_moe(config),
         tied=config["tie_word_embeddings"] if isinstance(config.get("tie_word_embeddings"), bool) else None,
-        dtype=_dtype(config), quantization=_quantization(config, source), config=config, source=source,
+        dtype=_dtype(config),
+        quantization=_quantization(config, source),
+        config=config,
+        source=source,
     )
     auto_map = config.get("auto_map")
     if isinstance(auto_map, dict):
@@ -164,25 +185,48 @@ def _rope(config: dict[str, Any], source: str, findings: list[Finding]) -> dict[
     if not isinstance(parameters, dict):
         return rope
     # Families with several attention kinds keep one set of parameters for each.
-    groups = [v for v in parameters.values() if isinstance(v, dict) and ("rope_type" in v or "type" in v)] or [parameters]
+    groups = [v for v in parameters.values() if isinstance(v, dict) and ("rope_type" in v or "type" in v)] or [
+        parameters
+    ]
     for group in groups:
         kind = group.get("rope_type", group.get("type"))
         if isinstance(kind, str) and kind not in ROPE_TYPES:
-            findings.append(Finding("config.unsupported_variant", Severity.ERROR, f"rotary embedding of unknown type `{kind}`",
-                                    f"{source}#/rope_parameters/rope_type", kind, ", ".join(sorted(ROPE_TYPES))))
+            findings.append(
+                Finding(
+                    "config.unsupported_variant",
+                    Severity.ERROR,
+                    f"rotary embedding of unknown type `{kind}`",
+                    f"{source}#/rope_parameters/rope_type",
+                    kind,
+                    ", ".join(sorted(ROPE_TYPES)),
+                )
+            )
     rope.update(parameters)
     return rope
 
 
 def _attention(config: dict[str, Any]) -> dict[str, Any]:
-    names = ("sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "use_sliding_window",
-             "attention_bias", "max_window_layers")
+    names = (
+        "sliding_window",
+        "layer_types",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_sliding_window",
+        "attention_bias",
+        "max_window_layers",
+    )
     return {name: config[name] for name in names if config.get(name) is not None}
 
 
 def _moe(config: dict[str, Any]) -> dict[str, Any]:
-    names = ("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "moe_intermediate_size",
-             "n_shared_experts")
+    names = (
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "n_routed_experts",
+        "moe_intermediate_size",
+        "n_shared_experts",
+    )
     return {name: config[name] for name in names if config.get(name) is not None}
 
 
@@ -202,7 +246,8 @@ def _quantization(config: dict[str, Any], source: str) -> Quantization | None:
     group = value.get("group_size", value.get("q_group_size"))
     skipped = value.get("modules_to_not_convert") or value.get("ignore") or []
     return Quantization(
-        method=str(method).lower(), bits=float(bits) if isinstance(bits, (int, float)) else None,
+        method=str(method).lower(),
+        bits=float(bits) if isinstance(bits, (int, float)) else None,
         group_size=group if isinstance(group, int) else None,
         symmetric=value.get("sym") if isinstance(value.get("sym"), bool) else None,
         packing=value.get("checkpoint_format") or value.get("format") or value.get("version"),
@@ -228,11 +273,21 @@ def _labels(config: dict[str, Any], source: str) -> Labels | None:
 # ---- templates, processors, generation ---------------------------------------------------------
 
 
+MAX_TEMPLATES = 32
+
+
 def _templates(scan: Scan, directory: str, context: Context) -> None:
-    for source, name, text in _template_texts(scan, directory, context):
+    """Reads the templates one by one; after an unsafe one, or too many, the rest is not looked at."""
+    for number, (source, name, text) in enumerate(_template_texts(scan, directory, context)):
+        if number >= MAX_TEMPLATES:
+            message = f"more than {MAX_TEMPLATES} chat templates"
+            context.findings.append(Finding("template.unsafe", Severity.ERROR, message, source.split("#")[0]))
+            return
         template, findings = read_template(text, source, name)
         context.templates.append(template)
         context.findings += findings
+        if any(f.code == "template.unsafe" for f in findings):
+            return
 
 
 def _template_texts(scan: Scan, directory: str, context: Context) -> list[tuple[str, str, str]]:
@@ -247,25 +302,33 @@ def _template_texts(scan: Scan, directory: str, context: Context) -> list[tuple[
         try:
             found.append((path, name, scan.read(path, READ.template_bytes).decode("utf-8", "replace")))
         except ReadError as error:
-            context.findings.append(error.finding)
-    if found:
+            said = error.finding
+            code = "template.unsafe" if said.code == "artifact.corrupt" else said.code
+            context.findings.append(Finding(code, Severity.ERROR, said.message, path, said.observed, said.expected))
+    if files:
         return found
     for name in ("tokenizer_config.json", "chat_template.json", "processor_config.json"):
         rel = join(directory, name)
         value = (scan.json_object(rel) or {}).get("chat_template")
+        source = f"{rel}#/chat_template"
         if isinstance(value, str):
-            return [(f"{rel}#/chat_template", "default", value)]
+            return [(source, "default", value)]
         if isinstance(value, list):
             named = [t for t in value if isinstance(t, dict) and isinstance(t.get("template"), str)]
-            return [(f"{rel}#/chat_template", str(t.get("name", "default")), t["template"]) for t in named]
+            return [(source, str(t.get("name", "default")), t["template"]) for t in named]
         if isinstance(value, dict):
-            return [(f"{rel}#/chat_template", str(k), v) for k, v in value.items() if isinstance(v, str)]
+            return [(source, str(k), v) for k, v in value.items() if isinstance(v, str)]
     return []
 
 
 def _processors(scan: Scan, directory: str, context: Context) -> None:
-    kinds = {"preprocessor_config.json": "", "processor_config.json": "multimodal", "image_processor_config.json": "image",
-             "video_preprocessor_config.json": "video", "feature_extractor_config.json": "audio"}
+    kinds = {
+        "preprocessor_config.json": "",
+        "processor_config.json": "multimodal",
+        "image_processor_config.json": "image",
+        "video_preprocessor_config.json": "video",
+        "feature_extractor_config.json": "audio",
+    }
     for name, kind in kinds.items():
         settings = _object(scan, join(directory, name), context)
         if settings is None:
@@ -291,7 +354,9 @@ def _generation(scan: Scan, directory: str, config: dict[str, Any], context: Con
         return None
     if context.tokenizer is not None:
         context.tokenizer.eos_ids = ids
-    return Generation(ids, pad, bos, start, settings or {}, rel if settings is not None else join(directory, "config.json"))
+    return Generation(
+        ids, pad, bos, start, settings or {}, rel if settings is not None else join(directory, "config.json")
+    )
 
 
 def _check_width(context: Context) -> None:
@@ -299,8 +364,16 @@ def _check_width(context: Context) -> None:
     dimension = context.recipe.settings.get("dimension") if context.recipe else None
     width = context.architecture.dims.get("hidden_size") if context.architecture else None
     if dimension is not None and width is not None and dimension != width:
-        context.findings.append(Finding("recipe.conflict", Severity.ERROR, "pooling is configured for another width than the encoder has",
-                                        join(context.directory, "modules.json"), f"pooling dimension {dimension}", f"encoder width {width}"))
+        context.findings.append(
+            Finding(
+                "recipe.conflict",
+                Severity.ERROR,
+                "pooling is configured for another width than the encoder has",
+                join(context.directory, "modules.json"),
+                f"pooling dimension {dimension}",
+                f"encoder width {width}",
+            )
+        )
 
 
 # ---- recipe and licence ------------------------------------------------------------------------
@@ -347,8 +420,14 @@ def _pooling(scan: Scan, directory: str, path: str, findings: list[Finding]) -> 
     if isinstance(modes, str):
         modes = [modes]
     if not isinstance(modes, list):
-        legacy = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "weightedmean_tokens": "weightedmean",
-                  "mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "lasttoken": "lasttoken"}
+        legacy = {
+            "cls_token": "cls",
+            "max_tokens": "max",
+            "mean_tokens": "mean",
+            "weightedmean_tokens": "weightedmean",
+            "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+            "lasttoken": "lasttoken",
+        }
         modes = [name for key, name in legacy.items() if config.get(f"pooling_mode_{key}") is True]
     settings: dict[str, Any] = {"pooling": "+".join(map(str, modes)) or "mean"}
     dimension = config.get("embedding_dimension", config.get("word_embedding_dimension"))
