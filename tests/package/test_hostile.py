@@ -233,7 +233,7 @@ HOSTILE: dict[str, tuple[Build, str]] = {
     "template-range": (templated("{% for i in range(1000000000) %}x{% endfor %}"), "template."),
     "template-nested-loops": (
         templated(
-            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3
         ),
         "template.",
     ),

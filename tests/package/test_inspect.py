@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.shapes import ggufs
+
 from turnout.errors import NotFoundError
 from turnout.package.facts import ArtifactKind
 from turnout.package.inspect import inspect

@@ -75,7 +75,11 @@ class GraphGenerator:
     def _feeds(self, fed: list[int], total: int, states: dict[str, Any]) -> dict[str, Any]:
         import numpy as np
 
-        feeds: dict[str, Any] = {"input_ids": np.array([fed], np.int64), "attention_mask": np.ones((1, total), np.int64), **states}
+        feeds: dict[str, Any] = {
+            "input_ids": np.array([fed], np.int64),
+            "attention_mask": np.ones((1, total), np.int64),
+            **states,
+        }
         if "position_ids" in self.names:
             feeds["position_ids"] = np.arange(total - len(fed), total, dtype=np.int64)[None]
         if "use_cache_branch" in self.names:

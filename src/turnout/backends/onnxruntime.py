@@ -43,8 +43,14 @@ from turnout.tasks.adapter import adapter_for
 from turnout.tasks.decoding import Seq2SeqGenerator
 from turnout.types import Request, Sampling, Task
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "rocm": "ROCMExecutionProvider",
-             "openvino": "OpenVINOExecutionProvider", "dml": "DmlExecutionProvider", "coreml": "CoreMLExecutionProvider"}
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+}
 SEQ2SEQ = frozenset({Task.TEXT2TEXT, Task.TRANSLATION, Task.SUMMARIZATION})
 TEXT = frozenset({Task.TEXT_GENERATION, Task.CHAT})
 # Up to this size a dry load builds a session; above, only what the file's header says is judged.
@@ -109,7 +115,11 @@ def refusal(error: BaseException, entry: str) -> Reason:
     """The runtime's refusal to build a session as a reason."""
     text = first_line(error)
     for pattern, code, tell in (
-        (_NO_KERNEL, "operator.no_kernel", lambda m: (f"the runtime has no kernel for `{m[1]}` as this graph uses it", f"{m[1]}({m[2]})")),
+        (
+            _NO_KERNEL,
+            "operator.no_kernel",
+            lambda m: (f"the runtime has no kernel for `{m[1]}` as this graph uses it", f"{m[1]}({m[2]})"),
+        ),
         (_NO_OP, "operator.unknown_domain", lambda m: (f"the runtime knows no operator `{m[1]}`", m[1])),
         (_BAD_TYPE, "operator.type_unsupported", lambda m: (f"the operator `{m[2]}` takes no {m[1]}", m[1])),
     ):
@@ -161,12 +171,20 @@ class OnnxGraph:
         try:
             values = self.session.run(None, given)
         except Exception as error:  # the runtime's exceptions have no common base
-            raise InputError(f"ONNX Runtime cannot run this input: {first_line(error)}", code="runtime.failed") from None
+            raise InputError(
+                f"ONNX Runtime cannot run this input: {first_line(error)}", code="runtime.failed"
+            ) from None
         return dict(zip(names, values, strict=True))
 
 
-NUMPY = {"float": "float32", "double": "float64", "bool": "bool", "string": "object", "float16": "float16",
-         **{f"{u}int{b}": f"{u}int{b}" for u in ("", "u") for b in (8, 16, 32, 64)}}
+NUMPY = {
+    "float": "float32",
+    "double": "float64",
+    "bool": "bool",
+    "string": "object",
+    "float16": "float16",
+    **{f"{u}int{b}": f"{u}int{b}" for u in ("", "u") for b in (8, 16, 32, 64)},
+}
 
 
 def to_port(value: Any, kind: str, name: str) -> Any:
@@ -235,10 +253,22 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     reads = frozenset({ArtifactKind.ONNX, ArtifactKind.ONNX_SEQ2SEQ})
-    tasks: frozenset[str] = frozenset({
-        Task.TENSOR, Task.EMBEDDINGS, Task.RERANK, Task.TEXT_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.FILL_MASK,
-        Task.IMAGE_CLASSIFICATION, Task.VAD, Task.TABULAR_CLASSIFICATION, Task.TABULAR_REGRESSION, *SEQ2SEQ, *TEXT,
-    })
+    tasks: frozenset[str] = frozenset(
+        {
+            Task.TENSOR,
+            Task.EMBEDDINGS,
+            Task.RERANK,
+            Task.TEXT_CLASSIFICATION,
+            Task.TOKEN_CLASSIFICATION,
+            Task.FILL_MASK,
+            Task.IMAGE_CLASSIFICATION,
+            Task.VAD,
+            Task.TABULAR_CLASSIFICATION,
+            Task.TABULAR_REGRESSION,
+            *SEQ2SEQ,
+            *TEXT,
+        }
+    )
 
     def describe(self) -> BackendBuild:
         """Version from the installed distribution; nothing is imported."""
@@ -251,7 +281,10 @@ class OnnxRuntimeBackend:
             except PackageNotFoundError:
                 continue
         if not build.version or find_spec("onnxruntime") is None or find_spec("onnx") is None:
-            build.unavailable, build.missing = "the packages `onnxruntime` and `onnx` are not both here", ["onnxruntime", "onnx"]
+            build.unavailable, build.missing = (
+                "the packages `onnxruntime` and `onnx` are not both here",
+                ["onnxruntime", "onnx"],
+            )
         return build
 
     def devices(self) -> list[str]:
@@ -266,10 +299,24 @@ class OnnxRuntimeBackend:
             found += _versions(graph, rel)
             found += _operators(graph, rel)
         if case.options.get("dtype") not in (None, main_dtype(case.artifact)):
-            found.append(unmet(Kind.OPTION, "option.unsupported", "a graph computes in the types it was stored with",
-                               observed=str(case.options["dtype"]), expected=main_dtype(case.artifact)))
+            found.append(
+                unmet(
+                    Kind.OPTION,
+                    "option.unsupported",
+                    "a graph computes in the types it was stored with",
+                    observed=str(case.options["dtype"]),
+                    expected=main_dtype(case.artifact),
+                )
+            )
         if case.artifact.kind is ArtifactKind.ONNX_SEQ2SEQ and len(graph_files(case.artifact)) < 2:
-            found.append(unmet(Kind.COMPONENT, "component.missing", "the pair lacks its encoder or decoder", where=case.artifact.entry))
+            found.append(
+                unmet(
+                    Kind.COMPONENT,
+                    "component.missing",
+                    "the pair lacks its encoder or decoder",
+                    where=case.artifact.entry,
+                )
+            )
         return found
 
     def inquire(self, case: Case) -> list[Evidence]:
@@ -279,7 +326,14 @@ class OnnxRuntimeBackend:
     def plan(self, case: Case) -> LoadPlan:
         """One session, or two for an encoder and a decoder."""
         recipe = case.artifact.recipe.id if case.artifact.recipe else ""
-        return LoadPlan(case, self.name, "onnxruntime.InferenceSession", main_dtype(case.artifact), list(graph_files(case.artifact).values()), recipe)
+        return LoadPlan(
+            case,
+            self.name,
+            "onnxruntime.InferenceSession",
+            main_dtype(case.artifact),
+            list(graph_files(case.artifact).values()),
+            recipe,
+        )
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
         """Builds the adapter and, for graphs that are not large, sessions without optimisation, which
@@ -293,7 +347,14 @@ class OnnxRuntimeBackend:
                 _runtime().InferenceSession(case.file(rel), _options(), providers=[provider_of(case.device)])
             except Exception as error:  # the runtime's exceptions have no common base
                 reason = refusal(error, rel)
-                return failed(EvidenceLevel.DRY_LOADED, reason.code, reason.message, observed=reason.observed, expected=reason.expected, where=rel)
+                return failed(
+                    EvidenceLevel.DRY_LOADED,
+                    reason.code,
+                    reason.message,
+                    observed=reason.observed,
+                    expected=reason.expected,
+                    where=rel,
+                )
         return passed(EvidenceLevel.DRY_LOADED, log="; ".join(_notes(case)))
 
     def load(self, plan: LoadPlan) -> Session:
@@ -308,7 +369,10 @@ class OnnxRuntimeBackend:
                 reason = refusal(error, rel)
                 raise LoadError(reason.message, code=reason.code) from None
             if session.get_providers()[0] != provider:
-                raise LoadError(f"asked for {provider}, the runtime chose {session.get_providers()[0]}", code="device.silent_fallback")
+                raise LoadError(
+                    f"asked for {provider}, the runtime chose {session.get_providers()[0]}",
+                    code="device.silent_fallback",
+                )
             graphs[role] = OnnxGraph(session, strict=case.task == Task.TENSOR)
         plan.recipe = getattr(adapter, "recipe", "") or plan.recipe
         return OnnxSession(plan, plan.dtype, graphs, adapter, BindingReport(loaded=len(case.artifact.tensors.tensors)))
@@ -345,7 +409,10 @@ def _probe_text(session: OnnxSession) -> Evidence:
     except TurnoutError as error:
         return failed(EvidenceLevel.EXECUTED, error.code, error.message)
     spent = time.perf_counter() - started
-    return passed(EvidenceLevel.EXECUTED, measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent})
+    return passed(
+        EvidenceLevel.EXECUTED,
+        measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent},
+    )
 
 
 def _graphs(artifact: Artifact) -> list[tuple[str, Graph]]:
@@ -358,15 +425,35 @@ def _graphs(artifact: Artifact) -> list[tuple[str, Graph]]:
 
 def _versions(graph: Graph, rel: str) -> list[Requirement]:
     ir, opset = newest_versions()
-    upgrade = [Remedy(Action.SELECT_ARTIFACT, "export the model again with an older version"),
-               Remedy(Action.SELECT_ARTIFACT, "look for a newer onnxruntime")]
+    upgrade = [
+        Remedy(Action.SELECT_ARTIFACT, "export the model again with an older version"),
+        Remedy(Action.SELECT_ARTIFACT, "look for a newer onnxruntime"),
+    ]
     found: list[Requirement] = []
     if graph.ir_version is not None and graph.ir_version > ir:
-        found.append(unmet(Kind.OPERATOR, "operator.ir_too_new", f"the file has IR version {graph.ir_version}, this runtime reads up to {ir}",
-                           observed=str(graph.ir_version), expected=f"at most {ir}", where=rel, remedies=upgrade))
+        found.append(
+            unmet(
+                Kind.OPERATOR,
+                "operator.ir_too_new",
+                f"the file has IR version {graph.ir_version}, this runtime reads up to {ir}",
+                observed=str(graph.ir_version),
+                expected=f"at most {ir}",
+                where=rel,
+                remedies=upgrade,
+            )
+        )
     if graph.opsets.get("", 0) > opset:
-        found.append(unmet(Kind.OPERATOR, "operator.opset_too_new", f"the graph uses opset {graph.opsets['']}, this runtime knows up to {opset}",
-                           observed=str(graph.opsets[""]), expected=f"at most {opset}", where=rel, remedies=upgrade))
+        found.append(
+            unmet(
+                Kind.OPERATOR,
+                "operator.opset_too_new",
+                f"the graph uses opset {graph.opsets['']}, this runtime knows up to {opset}",
+                observed=str(graph.opsets[""]),
+                expected=f"at most {opset}",
+                where=rel,
+                remedies=upgrade,
+            )
+        )
     return found or [met("operator.versions", Kind.OPERATOR, rel)]
 
 
@@ -380,7 +467,16 @@ def _operators(graph: Graph, rel: str) -> list[Requirement]:
         domain, _, name = op.partition("::")
         code = "operator.unknown_domain" if domain else "operator.no_kernel"
         shown = f"{domain}.{name}" if domain else name
-        found.append(unmet(Kind.OPERATOR, code, f"the runtime knows no operator `{shown}`", observed=shown, expected="an operator of its registry", where=rel))
+        found.append(
+            unmet(
+                Kind.OPERATOR,
+                code,
+                f"the runtime knows no operator `{shown}`",
+                observed=shown,
+                expected="an operator of its registry",
+                where=rel,
+            )
+        )
     return found or [met("operator.known", Kind.OPERATOR, rel)]
 
 

@@ -35,7 +35,15 @@ from turnout.types import Request, Sampling, Task
 _UNKNOWN_KEY = re.compile(r"[Uu]nknown value[: ]+\"?([\w.]+)\"?")
 _MODEL_TYPE = re.compile(r"Unsupported model_type in config.json: (\S+)")
 # Providers by the name that genai_config.json uses, and the device each runs on.
-DEVICES = {"cuda": "cuda", "rocm": "rocm", "dml": "dml", "webgpu": "webgpu", "qnn": "qnn", "nvtensorrtrtx": "cuda", "openvino": "openvino"}
+DEVICES = {
+    "cuda": "cuda",
+    "rocm": "rocm",
+    "dml": "dml",
+    "webgpu": "webgpu",
+    "qnn": "qnn",
+    "nvtensorrtrtx": "cuda",
+    "openvino": "openvino",
+}
 
 
 def _library() -> Any:
@@ -55,11 +63,23 @@ def refusal(error: BaseException, where: str) -> Reason:
     text = str(error)
     kind = _MODEL_TYPE.search(text)
     if kind:
-        return Reason("architecture.unsupported", f"the runtime knows no model type `{kind[1]}`", kind[1], "a model type of the runtime", where)
+        return Reason(
+            "architecture.unsupported",
+            f"the runtime knows no model type `{kind[1]}`",
+            kind[1],
+            "a model type of the runtime",
+            where,
+        )
     key = _UNKNOWN_KEY.search(text)
     if key:
         name = key[1]
-        return Reason("config.unknown_semantic_key", f"the runtime knows no key `{name}` in genai_config.json", name, "keys of this runtime", where)
+        return Reason(
+            "config.unknown_semantic_key",
+            f"the runtime knows no key `{name}` in genai_config.json",
+            name,
+            "keys of this runtime",
+            where,
+        )
     if "JSON" in text:
         return Reason("config.invalid", first_line(error), where=where)
     return Reason("runtime.failed", f"onnxruntime-genai refuses it: {first_line(error)}", where=where)
@@ -95,13 +115,20 @@ class GenAISession:
                     reason = "stop"
                     break
         except RuntimeError as error:
-            raise InputError(f"onnxruntime-genai cannot run this input: {first_line(error)}", code="runtime.failed") from None
+            raise InputError(
+                f"onnxruntime-genai cannot run this input: {first_line(error)}", code="runtime.failed"
+            ) from None
         return TextOutput(stream.finish(), reason, len(ids), count)
 
     def _generator(self, sampling: Sampling, length: int) -> Any:
         library = _library()
         parameters = library.GeneratorParams(self.model)
-        options: dict[str, Any] = {"max_length": length, "do_sample": sampling.temperature > 0, "batch_size": 1, "num_beams": 1}
+        options: dict[str, Any] = {
+            "max_length": length,
+            "do_sample": sampling.temperature > 0,
+            "batch_size": 1,
+            "num_beams": 1,
+        }
         if sampling.temperature > 0:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
             options |= {"top_k": sampling.top_k} if sampling.top_k else {}
@@ -148,16 +175,32 @@ class OnnxRuntimeGenAIBackend:
             _library().Config(case.file(case.artifact.entry))
         except RuntimeError as error:
             reason = refusal(error, entry)
-            found.append(unmet(Kind.CONFIG, reason.code, reason.message, observed=reason.observed, expected=reason.expected, where=entry))
+            found.append(
+                unmet(
+                    Kind.CONFIG,
+                    reason.code,
+                    reason.message,
+                    observed=reason.observed,
+                    expected=reason.expected,
+                    where=entry,
+                )
+            )
         return found or [met("config.parsed", Kind.CONFIG, entry)]
 
     def _providers(self, case: Case, entry: str) -> list[Requirement]:
         fact = case.artifact.facts.get("providers")
         devices = self.devices()
         return [
-            unmet(Kind.DEVICE, "device.unavailable", f"genai_config.json asks for the provider `{name}`, which is not here", observed=", ".join(devices),
-                  expected=name, where=entry)
-            for name in (fact.value or [] if fact else []) if DEVICES.get(str(name).lower(), "cpu") not in devices
+            unmet(
+                Kind.DEVICE,
+                "device.unavailable",
+                f"genai_config.json asks for the provider `{name}`, which is not here",
+                observed=", ".join(devices),
+                expected=name,
+                where=entry,
+            )
+            for name in (fact.value or [] if fact else [])
+            if DEVICES.get(str(name).lower(), "cpu") not in devices
         ]
 
     def inquire(self, case: Case) -> list[Evidence]:
@@ -169,7 +212,9 @@ class OnnxRuntimeGenAIBackend:
         kind = case.artifact.facts.get("model_type")
         quantization = case.artifact.quantization
         dtype = quantization.method if quantization else "float32"
-        return LoadPlan(case, self.name, f"onnxruntime_genai.Model({kind.value if kind else ''})", dtype, case.artifact.files)
+        return LoadPlan(
+            case, self.name, f"onnxruntime_genai.Model({kind.value if kind else ''})", dtype, case.artifact.files
+        )
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
         """Constructs the model: the library offers nothing less."""
@@ -202,4 +247,7 @@ class OnnxRuntimeGenAIBackend:
         except InputError as error:
             return failed(EvidenceLevel.EXECUTED, error.code, error.message)
         spent = time.perf_counter() - started
-        return passed(EvidenceLevel.EXECUTED, measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent})
+        return passed(
+            EvidenceLevel.EXECUTED,
+            measurements={"latency_s": spent, "tokens_per_s": max(output.completion_tokens, 1) / spent},
+        )

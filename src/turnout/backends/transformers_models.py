@@ -288,8 +288,20 @@ def meta_tensors(case: Case) -> dict[str, Any]:
     """The package's tensors by name and shape, as inspection read them from the headers; no values."""
     import torch
 
-    types = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I8": "int8",
-             "U8": "uint8", "BOOL": "bool", "I16": "int16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # fmt: skip
+    types = {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "BOOL": "bool",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U8": "uint8",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+    }
     return {
         name: torch.empty(tensor.shape, dtype=getattr(torch, types[tensor.dtype]), device="meta")
         for name, tensor in case.artifact.tensors.tensors.items()

@@ -36,7 +36,9 @@ def read_audio(value: Any, rate: int | None = None) -> tuple[NDArray[np.float32]
         if rate is None:
             raise InputError("samples without a rate", hints=["give `sampling_rate` in hertz"])
         if samples.dtype.kind in "iu":
-            samples = samples.astype(np.float32) / float(2 ** (8 * samples.dtype.itemsize - (samples.dtype.kind == "i")) - 1)
+            samples = samples.astype(np.float32) / float(
+                2 ** (8 * samples.dtype.itemsize - (samples.dtype.kind == "i")) - 1
+            )
         samples = samples.astype(np.float32)
     if samples.ndim == 2:
         samples = samples.mean(axis=1 if samples.shape[1] <= samples.shape[0] else 0)
@@ -57,8 +59,11 @@ def _read_wav(path: Path) -> tuple[NDArray[np.float32], int]:
             width, channels, rate = stream.getsampwidth(), stream.getnchannels(), stream.getframerate()
             data = stream.readframes(min(stream.getnframes(), MAX_SECONDS * rate + 1))
     except (wave.Error, OSError, EOFError) as error:
-        raise InputError(f"`{path}` is no PCM WAV file: {error}", code="artifact.corrupt",
-                         hints=["convert it: `ffmpeg -i IN -ac 1 -ar 16000 OUT.wav`"]) from None
+        raise InputError(
+            f"`{path}` is no PCM WAV file: {error}",
+            code="artifact.corrupt",
+            hints=["convert it: `ffmpeg -i IN -ac 1 -ar 16000 OUT.wav`"],
+        ) from None
     kinds = {1: ("u1", 128.0, 128.0), 2: ("<i2", 0.0, 32768.0), 4: ("<i4", 0.0, 2147483648.0)}
     if width not in kinds:
         raise InputError(f"`{path}` has {8 * width}-bit samples", hints=["8, 16 or 32 bits are read"])
@@ -86,7 +91,9 @@ class VoiceActivityAdapter:
         samples, rate = read_audio(request.inputs["audio"], request.inputs.get("sampling_rate"))
         if rate not in WINDOWS or (self._only_16k and rate != 16000):
             known = "16000" if self._only_16k else "8000 or 16000"
-            raise InputError(f"the detector takes {known} hertz, the sound has {rate}", hints=["resample the sound first"])
+            raise InputError(
+                f"the detector takes {known} hertz, the sound has {rate}", hints=["resample the sound first"]
+            )
         probabilities = self.probabilities(samples, rate, infer)
         segments = speech_segments(probabilities, rate, len(samples), self.threshold)
         return SegmentsOutput(segments)
@@ -136,7 +143,9 @@ def speech_segments(probabilities: NDArray[np.float32], rate: int, length: int, 
     return [_segment(kept, i, probabilities, window, rate, length, pad) for i in range(len(kept))]
 
 
-def _segment(kept: list[tuple[int, int]], index: int, probabilities: Any, window: int, rate: int, length: int, pad: int) -> Segment:
+def _segment(
+    kept: list[tuple[int, int]], index: int, probabilities: Any, window: int, rate: int, length: int, pad: int
+) -> Segment:
     """One segment, widened by ``pad`` samples, by half the gap where the neighbour is nearer."""
     start, end = kept[index]
     before = kept[index - 1][1] if index else None

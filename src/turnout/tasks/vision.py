@@ -58,9 +58,14 @@ def _decode(path: Path) -> NDArray[np.uint8]:
 
 def _check_size(width: int, height: int, what: str) -> None:
     if width * height > MAX_PIXELS:
-        raise InputError(f"{what} has {width} x {height} pixels, the limit is {MAX_PIXELS}", hints=["scale the picture down"])
+        raise InputError(
+            f"{what} has {width} x {height} pixels, the limit is {MAX_PIXELS}", hints=["scale the picture down"]
+        )
     if min(width, height) < MIN_SIDE:
-        raise InputError(f"{what} has {width} x {height} pixels, too few to see anything", hints=[f"at least {MIN_SIDE} x {MIN_SIDE}"])
+        raise InputError(
+            f"{what} has {width} x {height} pixels, too few to see anything",
+            hints=[f"at least {MIN_SIDE} x {MIN_SIDE}"],
+        )
 
 
 class ImagePreparation:
@@ -134,7 +139,11 @@ def _size(stored: dict[str, Any], options: dict[str, Any], port: GraphPort | Non
         sides = shape[2:] if layout == "NCHW" else shape[1:3]
         if all(isinstance(side, int) and side > 0 for side in sides):
             return int(str(sides[0])), int(str(sides[1]))
-    raise InputError("nothing says which picture size the model takes", code="recipe.missing", hints=["name it with `--option image_size=224`"])
+    raise InputError(
+        "nothing says which picture size the model takes",
+        code="recipe.missing",
+        hints=["name it with `--option image_size=224`"],
+    )
 
 
 def _crop(stored: dict[str, Any]) -> tuple[int, int] | None:
@@ -182,5 +191,3 @@ class ImageClassificationAdapter:
 
 def _are_probabilities(scores: NDArray[Any]) -> bool:
     return bool(((scores >= 0) & (scores <= 1)).all() and abs(float(scores.sum()) - 1) < 1e-2)
-
-

@@ -92,7 +92,9 @@ def _bundle(scan: Scan, directory: str, rel: str) -> Artifact:
 
 def _needs_code(artifact: Artifact, message: str, path: str, observed: str) -> None:
     artifact.code = CodeNeed.REQUIRED
-    artifact.findings.append(Finding("code.required", Severity.WARNING, message, path, observed, "a class of the library"))
+    artifact.findings.append(
+        Finding("code.required", Severity.WARNING, message, path, observed, "a class of the library")
+    )
 
 
 def _component(scan: Scan, directory: str, role: str, value: list[Any], artifact: Artifact, variants: set[str]) -> None:
@@ -107,7 +109,16 @@ def _component(scan: Scan, directory: str, role: str, value: list[Any], artifact
     artifact.files += component.files
     if not component.files:
         component.status = Status.MISSING
-        artifact.findings.append(Finding("component.missing", Severity.ERROR, f"the component `{role}` has no folder", place, "absent", f"{library}.{name}"))
+        artifact.findings.append(
+            Finding(
+                "component.missing",
+                Severity.ERROR,
+                f"the component `{role}` has no folder",
+                place,
+                "absent",
+                f"{library}.{name}",
+            )
+        )
         return
     code = join(place, f"{str(library).rsplit('.', 1)[-1]}.py")
     if scan.has(code):
@@ -132,8 +143,16 @@ def _weights(scan: Scan, component: Component, artifact: Artifact, variants: set
             _read(scan, rel, component, artifact)
         return
     component.status = Status.INVALID
-    artifact.findings.append(Finding("artifact.missing", Severity.ERROR, f"the component `{component.role}` has no weights", component.path,
-                                     "no weights", "diffusion_pytorch_model.safetensors or model.safetensors"))
+    artifact.findings.append(
+        Finding(
+            "artifact.missing",
+            Severity.ERROR,
+            f"the component `{component.role}` has no weights",
+            component.path,
+            "no weights",
+            "diffusion_pytorch_model.safetensors or model.safetensors",
+        )
+    )
 
 
 def _find_weights(scan: Scan, place: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -171,7 +190,9 @@ def _read(scan: Scan, rel: str, component: Component, artifact: Artifact) -> Non
     artifact.tensors.problems += inventory.problems
     for name, tensor in inventory.tensors.items():
         full = f"{component.role}/{name}"
-        artifact.tensors.tensors[full] = TensorInfo(full, tensor.dtype, tensor.shape, tensor.file, tensor.offset, tensor.nbytes)
+        artifact.tensors.tensors[full] = TensorInfo(
+            full, tensor.dtype, tensor.shape, tensor.file, tensor.offset, tensor.nbytes
+        )
 
 
 def _recipe(scan: Scan, directory: str, pipeline: str, rel: str) -> Recipe:
@@ -190,7 +211,9 @@ def _single_files(scan: Scan, claimed: set[str]) -> list[Artifact]:
         if rel in claimed or not scan.wanted(rel) or scan.has(join(parent_of(rel), "config.json")):
             continue
         inventory = read_safetensors(scan, rel)
-        family = next((f for f, prefix in SINGLE_FILE.items() if any(n.startswith(prefix) for n in inventory.tensors)), None)
+        family = next(
+            (f for f, prefix in SINGLE_FILE.items() if any(n.startswith(prefix) for n in inventory.tensors)), None
+        )
         kind = ArtifactKind.DIFFUSERS_SINGLE_FILE if family else ArtifactKind.SAFETENSORS
         if scan.has(join(parent_of(rel), "adapter_config.json")) or scan.glob("*.index.json", parent_of(rel)):
             continue

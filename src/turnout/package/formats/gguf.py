@@ -1,16 +1,13 @@
-"""GGUF files: header, keys and tensor infos, totally validated, without reading a tensor.
+"""GGUF files: models (whole or in parts), adapters, projectors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Keys and tensors come from ``gguf_header``; what they mean for a task is told here.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from dataclasses import dataclass, field
 from typing import Any
 
-from turnout.config import READ
 from turnout.package.facts import (
     Architecture,
     Artifact,
@@ -24,198 +21,17 @@ from turnout.package.facts import (
     Severity,
     Strength,
     TaskEvidence,
-    TensorInfo,
     TensorInventory,
     Tokenizer,
 )
+from turnout.package.formats.gguf_header import Header, LongArray, read_header
 from turnout.package.formats.gguf_tables import ARCHITECTURES, BITS, ENCODERS, FILE_TYPES, TYPES
 from turnout.package.formats.template import read_template
-from turnout.package.scan import ReadError, Scan, parent_of, read_error
+from turnout.package.scan import ReadError, Scan, parent_of
 from turnout.types import Task
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY, BOOL = 8, 9, 7
-MAX_NAME, MAX_KEY, MAX_NESTING, MAX_DIMS = 64, 65535, 4, 4
-KEPT_ARRAY = 64  # longer arrays are walked, not kept
 POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
-@dataclass(slots=True)
-class LongArray:
-    """Stands for an array that was walked but not kept."""
-
-    element: int
-    length: int
-
-
-@dataclass(slots=True)
-class Header:
-    """Keys and tensors of one file. ``values`` keeps scalars, texts and short arrays."""
-
-    version: int
-    values: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    problems: list[Finding] = field(default_factory=list)
-
-
-class _Reader:
-    """Cursor over a file's metadata, buffered so that texts are skipped without a call each."""
-
-    def __init__(self, data: Any, rel: str) -> None:
-        self.data, self.rel, self.size, self.at, self.order = data, rel, len(data), 0, "<"
-
-    def cut(self, what: str) -> ReadError:
-        return read_error("artifact.truncated", f"`{self.rel}` ends inside {what}", self.rel, f"{self.size} bytes", "a complete header")
-
-    def take(self, form: str, what: str) -> Any:
-        width = struct.calcsize(form)
-        if self.at + width > self.size:
-            raise self.cut(what)
-        (value,) = struct.unpack_from(self.order + form, self.data, self.at)
-        self.at += width
-        return value
-
-    def text(self, limit: int, what: str) -> str:
-        length = self.take("Q", what)
-        if length > limit or self.at + length > self.size:
-            if length > self.size:
-                raise read_error("artifact.corrupt", f"{what} in `{self.rel}` claims {length} bytes", self.rel, str(length), f"at most {limit}")
-            raise self.cut(what) if self.at + length > self.size else read_error(
-                "artifact.corrupt", f"{what} in `{self.rel}` is too long", self.rel, str(length), f"at most {limit}")
-        value = bytes(self.data[self.at : self.at + length]).decode("utf-8", "replace")
-        self.at += length
-        return value
-
-    def value(self, kind: int, key: str, depth: int = 0) -> Any:
-        if kind == STRING:
-            return self.text(READ.gguf_string, f"the value of `{key}`")
-        if kind == ARRAY:
-            return self.array(key, depth)
-        form = SCALARS.get(kind)
-        if form is None:
-            raise read_error("artifact.corrupt", f"`{key}` in `{self.rel}` has the unknown value type {kind}", self.rel, str(kind), "0 to 12")
-        if kind == BOOL:
-            byte = self.take("B", f"the value of `{key}`")
-            if byte > 1:
-                raise read_error("artifact.corrupt", f"`{key}` in `{self.rel}` is no boolean", self.rel, str(byte), "0 or 1")
-            return bool(byte)
-        return self.take(form, f"the value of `{key}`")
-
-    def array(self, key: str, depth: int) -> Any:
-        if depth >= MAX_NESTING:
-            raise read_error("artifact.corrupt", f"`{key}` in `{self.rel}` nests arrays too deeply", self.rel)
-        kind, length = self.take("I", f"the array `{key}`"), self.take("Q", f"the array `{key}`")
-        smallest = 8 if kind == STRING else 12 if kind == ARRAY else struct.calcsize(SCALARS.get(kind, "B"))
-        if length * smallest > self.size - self.at:
-            raise read_error("artifact.truncated", f"the array `{key}` in `{self.rel}` is longer than the file", self.rel,
-                             f"{length} elements", f"{self.size - self.at} bytes left")
-        if length > KEPT_ARRAY:
-            if kind == STRING:
-                self.skip_texts(length, key)
-                return LongArray(kind, length)
-            if kind in SCALARS:
-                self.at += length * smallest
-                return LongArray(kind, length)
-        return [self.value(kind, key, depth + 1) for _ in range(length)]
-
-    def skip_texts(self, count: int, key: str) -> None:
-        """Walks ``count`` texts; the hot loop of a file with a large vocabulary."""
-        unpack, data, at, size = struct.Struct(self.order + "Q").unpack_from, self.data, self.at, self.size
-        try:
-            for _ in range(count):
-                at += 8 + unpack(data, at)[0]
-                if at > size:
-                    raise self.cut(f"the array `{key}`")
-        except struct.error:
-            raise self.cut(f"the array `{key}`") from None
-        self.at = at
-
-
-def read_header(scan: Scan, rel: str) -> Header:
-    """Header of one file. Raises ``ReadError`` naming what is wrong with it."""
-    import mmap
-
-    before = scan.check_weights_file(rel)
-    if before is not None:
-        raise ReadError(before)
-    with scan.open(rel) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _header(_Reader(data, rel))
-
-
-def _header(reader: _Reader) -> Header:
-    rel = reader.rel
-    if bytes(reader.data[:4]) != b"GGUF":
-        raise read_error("artifact.corrupt", f"`{rel}` does not start with GGUF", rel, repr(bytes(reader.data[:4])), "GGUF")
-    reader.at = 4
-    version = reader.take("I", "its version")
-    if version > 0xFFFF:  # a big-endian file read as little-endian
-        reader.order, reader.at = ">", 4
-        version = reader.take("I", "its version")
-    if version not in (2, 3):
-        raise read_error("artifact.corrupt", f"`{rel}` is GGUF version {version}", rel, str(version), "2 or 3")
-    tensors, keys = reader.take("Q", "its counts"), reader.take("Q", "its counts")
-    # The smallest key takes 13 bytes, the smallest tensor info 25.
-    if keys > READ.gguf_keys or tensors > READ.tensors or keys * 13 + tensors * 25 > reader.size:
-        raise read_error("artifact.corrupt", f"`{rel}` claims {tensors} tensors and {keys} keys", rel, f"{reader.size} bytes", "counts that fit the file")
-    header = Header(version)
-    if reader.order == ">":
-        header.values["endianness"] = "big"
-    for _ in range(keys):
-        key = reader.text(MAX_KEY, "a key")
-        if key in header.values:
-            raise read_error("artifact.corrupt", f"`{rel}` repeats the key `{key}`", rel, key, "each key once")
-        header.values[key] = reader.value(reader.take("I", f"the type of `{key}`"), key)
-    _tensor_infos(reader, header, tensors)
-    return header
-
-
-def _tensor_infos(reader: _Reader, header: Header, count: int) -> None:
-    rel, infos = reader.rel, []
-    for _ in range(count):
-        infos.append(_tensor_info(reader))
-    alignment = header.values.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment % 8 or alignment > 1 << 20:
-        raise read_error("artifact.corrupt", f"`{rel}` has an impossible alignment", rel, str(alignment), "a multiple of 8")
-    start = -(-reader.at // alignment) * alignment if infos else reader.at
-    for name, dims, kind, offset in infos:
-        if name in header.tensors:
-            header.problems.append(Finding("artifact.duplicate_tensor", Severity.ERROR, f"`{name}` stands twice in `{rel}`", rel, name, "each name once"))
-        if offset % alignment:
-            header.problems.append(Finding("artifact.corrupt", Severity.ERROR, f"`{name}` in `{rel}` is not aligned", rel, str(offset), f"a multiple of {alignment}"))
-        dtype, nbytes = _size(name, dims, kind, rel, header.problems)
-        if start + offset + nbytes > reader.size and not any(p.code == "artifact.truncated" for p in header.problems):
-            header.problems.append(Finding("artifact.truncated", Severity.ERROR, f"`{rel}` ends before the data of `{name}`", rel,
-                                           f"{reader.size} bytes", f"{start + offset + nbytes} bytes"))
-        header.tensors[name] = TensorInfo(name, dtype, tuple(reversed(dims)), rel, start + offset, nbytes)
-
-
-def _tensor_info(reader: _Reader) -> tuple[str, list[int], int, int]:
-    name = reader.text(1024, "a tensor name")
-    if len(name.encode("utf-8", "replace")) > MAX_NAME:
-        raise read_error("artifact.corrupt", f"a tensor name in `{reader.rel}` is longer than {MAX_NAME} bytes", reader.rel, name[:80])
-    count = reader.take("I", f"the shape of `{name}`")
-    if count > MAX_DIMS:
-        raise read_error("artifact.corrupt", f"`{name}` in `{reader.rel}` has {count} axes", reader.rel, str(count), f"at most {MAX_DIMS}")
-    dims = [reader.take("Q", f"the shape of `{name}`") for _ in range(count)]
-    return name, dims, reader.take("I", f"the type of `{name}`"), reader.take("Q", f"the offset of `{name}`")
-
-
-def _size(name: str, dims: list[int], kind: int, rel: str, problems: list[Finding]) -> tuple[str, int]:
-    """Element type and bytes of a tensor; an unknown type counts no bytes."""
-    if kind not in TYPES:
-        problems.append(Finding("tensor.dtype_unsupported", Severity.ERROR, f"`{name}` in `{rel}` has the removed or unknown type {kind}", rel,
-                                str(kind), "a type of ggml's present list"))
-        return f"type {kind}", 0
-    dtype, block, width = TYPES[kind]
-    count = 1
-    for dim in dims:
-        count *= dim
-    if count >= 1 << 60:
-        raise read_error("artifact.corrupt", f"`{name}` in `{rel}` claims {count} elements", rel, str(dims))
-    if dims and dims[0] % block:
-        problems.append(Finding("artifact.corrupt", Severity.ERROR, f"rows of `{name}` in `{rel}` are no whole {dtype} blocks", rel, str(dims[0]), f"a multiple of {block}"))
-    return dtype, -(-count // block) * width
 
 
 # ---- artifacts ---------------------------------------------------------------------------------
@@ -269,21 +85,46 @@ def _shards(scan: Scan, rel: str, header: Header, artifact: Artifact) -> None:
     if not isinstance(count, int) or (count <= 1 and match is None):
         return
     if match is None or int(match["count"]) != count or count > 9999:
-        artifact.findings.append(Finding("artifact.shard_missing", Severity.ERROR, f"`{rel}` is one of {count} parts, but its name does not say which", rel,
-                                         rel, f"NAME-00001-of-{count:05d}.gguf"))
+        artifact.findings.append(
+            Finding(
+                "artifact.shard_missing",
+                Severity.ERROR,
+                f"`{rel}` is one of {count} parts, but its name does not say which",
+                rel,
+                rel,
+                f"NAME-00001-of-{count:05d}.gguf",
+            )
+        )
         return
     for number in range(1, count + 1):
         name = f"{match['stem']}-{number:05d}-of-{count:05d}.gguf"
         if name == rel:
             part: Header | None = header
         elif not scan.has(name):
-            artifact.findings.append(Finding("artifact.shard_missing", Severity.ERROR, f"part {number} of {count} is not in the package", name, "absent", name))
+            artifact.findings.append(
+                Finding(
+                    "artifact.shard_missing",
+                    Severity.ERROR,
+                    f"part {number} of {count} is not in the package",
+                    name,
+                    "absent",
+                    name,
+                )
+            )
             continue
         else:
             part = _shard(scan, name, artifact)
         if part is not None and part.values.get("split.no") != number - 1:
-            artifact.findings.append(Finding("index.inconsistent", Severity.ERROR, f"`{name}` says it is part {part.values.get('split.no')}", name,
-                                             str(part.values.get("split.no")), str(number - 1)))
+            artifact.findings.append(
+                Finding(
+                    "index.inconsistent",
+                    Severity.ERROR,
+                    f"`{name}` says it is part {part.values.get('split.no')}",
+                    name,
+                    str(part.values.get("split.no")),
+                    str(number - 1),
+                )
+            )
 
 
 def _shard(scan: Scan, name: str, artifact: Artifact) -> Header | None:
@@ -296,7 +137,9 @@ def _shard(scan: Scan, name: str, artifact: Artifact) -> Header | None:
         return None
     again = artifact.tensors.tensors.keys() & part.tensors.keys()
     if again:
-        artifact.findings.append(Finding("artifact.duplicate_tensor", Severity.ERROR, f"`{min(again)}` is in two parts", name))
+        artifact.findings.append(
+            Finding("artifact.duplicate_tensor", Severity.ERROR, f"`{min(again)}` is in two parts", name)
+        )
     artifact.tensors.tensors.update(part.tensors)
     artifact.tensors.problems += part.problems
     return part
@@ -304,16 +147,28 @@ def _shard(scan: Scan, name: str, artifact: Artifact) -> Header | None:
 
 def _describe(artifact: Artifact, values: dict[str, Any], rel: str) -> None:
     """Architecture, tokenizer, templates, tasks of a header's keys."""
-    kept = {k: v for k, v in values.items() if not isinstance(v, LongArray) and not (isinstance(v, str) and len(v) > 4096)}
+    kept = {
+        k: v for k, v in values.items() if not isinstance(v, LongArray) and not (isinstance(v, str) and len(v) > 4096)
+    }
     artifact.facts["kv"] = Fact(kept, f"{rel}#kv", Strength.HEADER)
     name, kind = values.get("general.architecture"), values.get("general.type", "model")
     if not isinstance(name, str) or not name:
         if kind != "imatrix" and "split.no" not in values:
-            artifact.findings.append(Finding("config.invalid", Severity.ERROR, f"`{rel}` has no `general.architecture`", f"{rel}#kv:general.architecture"))
+            artifact.findings.append(
+                Finding(
+                    "config.invalid",
+                    Severity.ERROR,
+                    f"`{rel}` has no `general.architecture`",
+                    f"{rel}#kv:general.architecture",
+                )
+            )
         name = ""
     artifact.facts["architecture_known"] = Fact(name in ARCHITECTURES, "kv:general.architecture", Strength.DERIVED)
-    artifact.kind = {"adapter": ArtifactKind.GGUF_ADAPTER, "mmproj": ArtifactKind.GGUF_MMPROJ, "imatrix": ArtifactKind.GGUF_OTHER}.get(
-        str(kind), ArtifactKind.GGUF_MMPROJ if name == "clip" else ArtifactKind.GGUF)
+    artifact.kind = {
+        "adapter": ArtifactKind.GGUF_ADAPTER,
+        "mmproj": ArtifactKind.GGUF_MMPROJ,
+        "imatrix": ArtifactKind.GGUF_OTHER,
+    }.get(str(kind), ArtifactKind.GGUF_MMPROJ if name == "clip" else ArtifactKind.GGUF)
     artifact.id = f"{artifact.kind}:{rel}"
     artifact.architecture = _architecture(name, values, artifact)
     artifact.architecture.config = kept
@@ -328,9 +183,17 @@ def _describe(artifact: Artifact, values: dict[str, Any], rel: str) -> None:
 
 
 def _architecture(name: str, values: dict[str, Any], artifact: Artifact) -> Architecture:
-    keys = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
-            "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length", "intermediate_size": "feed_forward_length",
-            "vocab_size": "vocab_size", "max_position_embeddings": "context_length", "num_experts": "expert_count"}
+    keys = {
+        "hidden_size": "embedding_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "intermediate_size": "feed_forward_length",
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "context_length",
+        "num_experts": "expert_count",
+    }
     dims: dict[str, int] = {}
     for ours, theirs in keys.items():
         value = values.get(f"{name}.{theirs}")
@@ -341,8 +204,16 @@ def _architecture(name: str, values: dict[str, Any], artifact: Artifact) -> Arch
     tokens = values.get("tokenizer.ggml.tokens")
     if "vocab_size" not in dims and isinstance(tokens, (LongArray, list)):
         dims["vocab_size"] = tokens.length if isinstance(tokens, LongArray) else len(tokens)
-    rope = {k.removeprefix(f"{name}."): v for k, v in values.items() if k.startswith(f"{name}.rope.") and not isinstance(v, LongArray)}
-    attention = {"sliding_window": values[f"{name}.attention.sliding_window"]} if f"{name}.attention.sliding_window" in values else {}
+    rope = {
+        k.removeprefix(f"{name}."): v
+        for k, v in values.items()
+        if k.startswith(f"{name}.rope.") and not isinstance(v, LongArray)
+    }
+    attention = (
+        {"sliding_window": values[f"{name}.attention.sliding_window"]}
+        if f"{name}.attention.sliding_window" in values
+        else {}
+    )
     tied = "output.weight" not in artifact.tensors.tensors if "token_embd.weight" in artifact.tensors.tensors else None
     return Architecture(name, [], dims, rope, attention, tied=tied, source="kv:general.architecture")
 
@@ -358,8 +229,15 @@ def _quantization(artifact: Artifact, values: dict[str, Any]) -> Quantization | 
     main = max(matrices, key=lambda t: matrices[t])
     file_type = values.get("general.file_type")
     label = FILE_TYPES.get(file_type, "") if isinstance(file_type, int) else ""
-    return Quantization("gguf", BITS.get(main), TYPES_BLOCK.get(main), packing=label or main, tensor_types=types, source="kv:general.file_type",
-                        tensors_plain=False)
+    return Quantization(
+        "gguf",
+        BITS.get(main),
+        TYPES_BLOCK.get(main),
+        packing=label or main,
+        tensor_types=types,
+        source="kv:general.file_type",
+        tensors_plain=False,
+    )
 
 
 TYPES_BLOCK = {name: block for name, block, _ in TYPES.values()}
@@ -370,8 +248,16 @@ def _base(artifact: Artifact, values: dict[str, Any]) -> None:
     if artifact.kind is ArtifactKind.GGUF_ADAPTER:
         artifact.depends_on.append(ArtifactRef("base_model", str(name or "unnamed")))
         artifact.tasks.append(TaskEvidence(Task.TEXT_GENERATION, "kv:general.type", Strength.HEADER))
-        artifact.findings.append(Finding("adapter.base_missing", Severity.ERROR, f"an adapter is not a model; its base `{name or 'unnamed'}` must be given",
-                                         artifact.entry, f"general.type = {values.get('general.type')}", "the base model as GGUF"))
+        artifact.findings.append(
+            Finding(
+                "adapter.base_missing",
+                Severity.ERROR,
+                f"an adapter is not a model; its base `{name or 'unnamed'}` must be given",
+                artifact.entry,
+                f"general.type = {values.get('general.type')}",
+                "the base model as GGUF",
+            )
+        )
     elif name:
         artifact.depends_on.append(ArtifactRef("derived_from", str(name)))
 
@@ -380,16 +266,24 @@ def _language(artifact: Artifact, name: str, values: dict[str, Any], rel: str) -
     artifact.tokenizer = _tokenizer(values, rel)
     for key in sorted(k for k in values if k == "tokenizer.chat_template" or k.startswith("tokenizer.chat_template.")):
         if isinstance(values[key], str):
-            template, findings = read_template(values[key], f"kv:{key}", key.removeprefix("tokenizer.chat_template").strip(".") or "default")
+            template, findings = read_template(
+                values[key], f"kv:{key}", key.removeprefix("tokenizer.chat_template").strip(".") or "default"
+            )
             artifact.templates.append(template)
             artifact.findings += findings
     if artifact.tokenizer is not None:
-        artifact.generation = Generation(artifact.tokenizer.eos_ids, values.get("tokenizer.ggml.padding_token_id"),
-                                         values.get("tokenizer.ggml.bos_token_id"), source="kv:tokenizer.ggml.eos_token_id")
+        artifact.generation = Generation(
+            artifact.tokenizer.eos_ids,
+            values.get("tokenizer.ggml.padding_token_id"),
+            values.get("tokenizer.ggml.bos_token_id"),
+            source="kv:tokenizer.ggml.eos_token_id",
+        )
         _check_ids(artifact)
     pooling = POOLINGS.get(values.get(f"{name}.pooling_type", -1))
     if pooling not in (None, "none"):
-        artifact.recipe = Recipe("pooling", {"pooling": pooling, "normalize": True}, f"kv:{name}.pooling_type", Strength.HEADER)
+        artifact.recipe = Recipe(
+            "pooling", {"pooling": pooling, "normalize": True}, f"kv:{name}.pooling_type", Strength.HEADER
+        )
         task = Task.RERANK if pooling == "rank" else Task.EMBEDDINGS
         artifact.tasks.append(TaskEvidence(task, f"kv:{name}.pooling_type", Strength.HEADER))
     if name in ENCODERS or values.get(f"{name}.attention.causal") is False:
@@ -408,8 +302,16 @@ def _tokenizer(values: dict[str, Any], rel: str) -> Tokenizer | None:
     count = tokens.length if isinstance(tokens, LongArray) else len(tokens) if isinstance(tokens, list) else 0
     pre = values.get("tokenizer.ggml.pre")
     ids = [values.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom")]
-    return Tokenizer("gguf", rel, [rel], model, count, count - 1, pre if isinstance(pre, str) else None,
-                     eos_ids=list(dict.fromkeys(i for i in ids if type(i) is int)))
+    return Tokenizer(
+        "gguf",
+        rel,
+        [rel],
+        model,
+        count,
+        count - 1,
+        pre if isinstance(pre, str) else None,
+        eos_ids=list(dict.fromkeys(i for i in ids if type(i) is int)),
+    )
 
 
 def _check_ids(artifact: Artifact) -> None:
@@ -417,22 +319,46 @@ def _check_ids(artifact: Artifact) -> None:
     if tensor is None or len(tensor.shape) != 2 or tokenizer is None or tokenizer.max_id is None:
         return
     if tokenizer.max_id >= tensor.shape[0]:
-        artifact.findings.append(Finding("tokenizer.id_out_of_range", Severity.ERROR, f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {tensor.shape[0]} rows",
-                                         artifact.entry, str(tokenizer.max_id), f"at most {tensor.shape[0] - 1}"))
+        artifact.findings.append(
+            Finding(
+                "tokenizer.id_out_of_range",
+                Severity.ERROR,
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {tensor.shape[0]} rows",
+                artifact.entry,
+                str(tokenizer.max_id),
+                f"at most {tensor.shape[0] - 1}",
+            )
+        )
 
 
 def _pair(scan: Scan, projector: Artifact, artifacts: list[Artifact]) -> None:
     """Text models beside a projector must have its projection width as their embedding length."""
     values = (projector.facts["kv"].value or {}) if "kv" in projector.facts else {}
     width = values.get("clip.vision.projection_dim", values.get("clip.audio.projection_dim"))
-    models = [a for a in artifacts if a.kind is ArtifactKind.GGUF and parent_of(a.entry) == parent_of(projector.entry) and a.architecture]
+    models = [
+        a
+        for a in artifacts
+        if a.kind is ArtifactKind.GGUF and parent_of(a.entry) == parent_of(projector.entry) and a.architecture
+    ]
     if not isinstance(width, int) or not models:
         return
     fitting = [a for a in models if a.architecture and a.architecture.dims.get("hidden_size") == width]
     for model in fitting:
         projector.depends_on.append(ArtifactRef("text_model", model.id, resolved=True))
-        model.tasks.append(TaskEvidence(Task.IMAGE_TEXT_TO_TEXT, f"kv:clip.vision.projection_dim of {projector.entry}", Strength.DERIVED))
+        model.tasks.append(
+            TaskEvidence(
+                Task.IMAGE_TEXT_TO_TEXT, f"kv:clip.vision.projection_dim of {projector.entry}", Strength.DERIVED
+            )
+        )
     if not fitting:
         lengths = ", ".join(str(a.architecture.dims.get("hidden_size")) for a in models if a.architecture)
-        projector.findings.append(Finding("adapter.base_mismatch", Severity.ERROR, f"the projector gives width {width}, no text model beside it has that width",
-                                          projector.entry, f"projection_dim {width}", f"embedding_length {lengths}"))
+        projector.findings.append(
+            Finding(
+                "adapter.base_mismatch",
+                Severity.ERROR,
+                f"the projector gives width {width}, no text model beside it has that width",
+                projector.entry,
+                f"projection_dim {width}",
+                f"embedding_length {lengths}",
+            )
+        )

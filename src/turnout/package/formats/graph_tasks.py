@@ -15,9 +15,17 @@ def tasks_of_graph(artifact: Artifact) -> None:
     assert graph is not None
     outputs = {port.name: port for port in graph.outputs}
     inputs = {port.name: port for port in graph.inputs}
-    declared = Artifact(artifact.id, artifact.kind, artifact.entry, architecture=artifact.architecture, labels=artifact.labels,
-                        tokenizer=artifact.tokenizer, templates=artifact.templates, processors=artifact.processors,
-                        recipe=artifact.recipe if artifact.recipe and artifact.recipe.kind == "pooling" else None)
+    declared = Artifact(
+        artifact.id,
+        artifact.kind,
+        artifact.entry,
+        architecture=artifact.architecture,
+        labels=artifact.labels,
+        tokenizer=artifact.tokenizer,
+        templates=artifact.templates,
+        processors=artifact.processors,
+        recipe=artifact.recipe if artifact.recipe and artifact.recipe.kind == "pooling" else None,
+    )
     tasks_of(declared)
     for evidence in declared.tasks:
         if fits(evidence.task, inputs, outputs):

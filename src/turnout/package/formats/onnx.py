@@ -30,10 +30,18 @@ from turnout.package.scan import ReadError, Scan, parent_of, read_error
 from turnout.types import Task
 
 # encoder / decoder graphs by name, with the variant that may follow (optimum, transformers.js).
-PAIR = re.compile(r"(?P<role>encoder|decoder)(?:_model)?(?P<past>_with_past)?(?P<merged>_merged)?(?P<variant>[_.-].+)?\.onnx")
+PAIR = re.compile(
+    r"(?P<role>encoder|decoder)(?:_model)?(?P<past>_with_past)?(?P<merged>_merged)?(?P<variant>[_.-].+)?\.onnx"
+)
 VARIANT = re.compile(r"[_.-](quantized|int8|uint8|q4|q4f16|q8|fp16|float16|bnb4|int4|fp32)\.onnx$")
-QUANTIZED_OPS = {"::MatMulInteger": ("dynamic", 8.0), "com.microsoft::MatMulNBits": ("MatMulNBits", 4.0), "com.microsoft::DynamicQuantizeMatMul": ("dynamic", 8.0),
-                 "::QLinearMatMul": ("QOperator", 8.0), "::QLinearConv": ("QOperator", 8.0), "::DequantizeLinear": ("QDQ", 8.0)}
+QUANTIZED_OPS = {
+    "::MatMulInteger": ("dynamic", 8.0),
+    "com.microsoft::MatMulNBits": ("MatMulNBits", 4.0),
+    "com.microsoft::DynamicQuantizeMatMul": ("dynamic", 8.0),
+    "::QLinearMatMul": ("QOperator", 8.0),
+    "::QLinearConv": ("QOperator", 8.0),
+    "::DequantizeLinear": ("QDQ", 8.0),
+}
 
 
 def detect(scan: Scan) -> list[Artifact]:
@@ -94,7 +102,9 @@ def _initializers(scan: Scan, rel: str, model: Model, artifact: Artifact) -> Non
             _external(scan, rel, weight, model.graph, artifact)
         if weight.name:
             where = weight.external.get("location") or rel
-            artifact.tensors.tensors[weight.name] = TensorInfo(weight.name, weight.dtype, weight.shape, where, weight.at, weight.nbytes)
+            artifact.tensors.tensors[weight.name] = TensorInfo(
+                weight.name, weight.dtype, weight.shape, where, weight.at, weight.nbytes
+            )
     artifact.tensors.shards = [rel, *model.graph.external]
 
 
@@ -104,14 +114,23 @@ def _external(scan: Scan, rel: str, weight: Initializer, graph: Graph, artifact:
     try:
         place = scan.refer(parent_of(rel), location)
         if not scan.has(place):
-            raise read_error("artifact.missing", f"external data `{location}` of `{rel}` is not in the package", place, "absent", location)
+            raise read_error(
+                "artifact.missing",
+                f"external data `{location}` of `{rel}` is not in the package",
+                place,
+                "absent",
+                location,
+            )
         scan.path(place)
         offset, length = (int(weight.external.get(k) or 0) for k in ("offset", "length"))
     except ReadError as error:
         _once(artifact, error.finding)
         return
     except ValueError:
-        _once(artifact, Finding("artifact.corrupt", Severity.ERROR, f"`{weight.name}` in `{rel}` has no usable offset", rel))
+        _once(
+            artifact,
+            Finding("artifact.corrupt", Severity.ERROR, f"`{weight.name}` in `{rel}` has no usable offset", rel),
+        )
         return
     if place not in graph.external:
         graph.external.append(place)
@@ -119,11 +138,29 @@ def _external(scan: Scan, rel: str, weight: Initializer, graph: Graph, artifact:
     size = scan.entries[place].size
     needed = length or weight.nbytes
     if offset < 0 or needed < 0 or offset + needed > size:
-        _once(artifact, Finding("artifact.truncated", Severity.ERROR, f"`{place}` ends before the data of `{weight.name}`", place,
-                                f"{size} bytes", f"{offset + needed} bytes"))
+        _once(
+            artifact,
+            Finding(
+                "artifact.truncated",
+                Severity.ERROR,
+                f"`{place}` ends before the data of `{weight.name}`",
+                place,
+                f"{size} bytes",
+                f"{offset + needed} bytes",
+            ),
+        )
     elif length and length != weight.nbytes:
-        _once(artifact, Finding("artifact.corrupt", Severity.ERROR, f"`{weight.name}` in `{rel}` has another length than its shape says", rel,
-                                f"{length} bytes", f"{weight.nbytes} bytes"))
+        _once(
+            artifact,
+            Finding(
+                "artifact.corrupt",
+                Severity.ERROR,
+                f"`{weight.name}` in `{rel}` has another length than its shape says",
+                rel,
+                f"{length} bytes",
+                f"{weight.nbytes} bytes",
+            ),
+        )
 
 
 def _once(artifact: Artifact, finding: Finding) -> None:
@@ -159,7 +196,9 @@ def _pair_artifact(scan: Scan, encoder: str, decoder: str) -> Artifact:
         model = read_graph(scan, rel, artifact)
         if model is None:
             continue
-        artifact.components.append(Component(role, Status.PRESENT, "onnx", path=rel, files=[rel, *model.graph.external]))
+        artifact.components.append(
+            Component(role, Status.PRESENT, "onnx", path=rel, files=[rel, *model.graph.external])
+        )
         artifact.facts[f"{role}_graph"] = Fact(model.graph, rel, Strength.HEADER)
         artifact.quantization = artifact.quantization or quantization(model.graph)
     context = nearest_context(scan, encoder)

@@ -26,7 +26,9 @@ CONFIG = "genai_config.json"
 
 def detect(scan: Scan) -> list[Artifact]:
     """Every directory with a genai_config.json."""
-    return [_artifact(scan, rel) for rel in scan.glob(CONFIG) if scan.wanted(rel) or (scan.focus or "").endswith(".onnx")]
+    return [
+        _artifact(scan, rel) for rel in scan.glob(CONFIG) if scan.wanted(rel) or (scan.focus or "").endswith(".onnx")
+    ]
 
 
 def _artifact(scan: Scan, rel: str) -> Artifact:
@@ -40,7 +42,9 @@ def _artifact(scan: Scan, rel: str) -> Artifact:
         artifact.findings.append(error.finding)
         return artifact
     except (KeyError, TypeError):
-        artifact.findings.append(Finding("config.invalid", Severity.ERROR, f"`{rel}` names no model type", rel, "absent", "model.type"))
+        artifact.findings.append(
+            Finding("config.invalid", Severity.ERROR, f"`{rel}` names no model type", rel, "absent", "model.type")
+        )
         return artifact
     artifact.facts["config"] = Fact(config, rel, Strength.CONFIG)
     artifact.facts["model_type"] = Fact(model["type"], f"{rel}#/model/type", Strength.CONFIG)
@@ -81,11 +85,15 @@ def _graphs(scan: Scan, directory: str, model: dict[str, Any], rel: str, artifac
             continue
         artifact.files.append(place)
         if not scan.has(place):
-            artifact.findings.append(Finding("artifact.missing", Severity.ERROR, f"`{rel}` names the graph `{name}`", place, "absent", name))
+            artifact.findings.append(
+                Finding("artifact.missing", Severity.ERROR, f"`{rel}` names the graph `{name}`", place, "absent", name)
+            )
             continue
         claimed.add(place)
         read = read_graph(scan, place, artifact)
-        artifact.components.append(Component(role, Status.PRESENT if read else Status.INVALID, "onnxruntime_genai", path=place, files=[place]))
+        artifact.components.append(
+            Component(role, Status.PRESENT if read else Status.INVALID, "onnxruntime_genai", path=place, files=[place])
+        )
         if read is not None and role == "decoder":
             artifact.graph, artifact.quantization = read.graph, quantization(read.graph)
             _check_ports(part, rel, artifact)
@@ -106,7 +114,21 @@ def _check_ports(decoder: dict[str, Any], rel: str, artifact: Artifact) -> None:
             names = [pattern.replace("%d", str(layer)) for layer in range(layers)] if "%d" in pattern else [pattern]
             lacking = [n for n in names if n not in present]
             # Position ids and masks are given only to graphs that take them.
-            if lacking and key not in ("position_ids", "attention_mask", "past_sequence_length", "current_sequence_length", "total_sequence_length"):
-                artifact.findings.append(Finding("graph.io_mismatch", Severity.ERROR, f"the graph has no {side[:-1]} `{lacking[0]}` that the configuration names",
-                                                 f"{rel}#/model/decoder/{side}/{key}", ", ".join(sorted(present))[:200], lacking[0]))
+            if lacking and key not in (
+                "position_ids",
+                "attention_mask",
+                "past_sequence_length",
+                "current_sequence_length",
+                "total_sequence_length",
+            ):
+                artifact.findings.append(
+                    Finding(
+                        "graph.io_mismatch",
+                        Severity.ERROR,
+                        f"the graph has no {side[:-1]} `{lacking[0]}` that the configuration names",
+                        f"{rel}#/model/decoder/{side}/{key}",
+                        ", ".join(sorted(present))[:200],
+                        lacking[0],
+                    )
+                )
                 return

@@ -13,15 +13,60 @@ from turnout.package.facts import Graph, GraphPort
 from turnout.package.formats.protobuf import BYTES, VARINT, WireError, fields, packed, signed, text
 
 DTYPES = {
-    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 8: "string", 9: "bool", 10: "float16",
-    11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128", 16: "bfloat16", 17: "float8_e4m3fn",
-    18: "float8_e4m3fnuz", 19: "float8_e5m2", 20: "float8_e5m2fnuz", 21: "uint4", 22: "int4", 23: "float4_e2m1", 24: "float8_e8m0",
-    25: "uint2", 26: "int2",
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    8: "string",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+    14: "complex64",
+    15: "complex128",
+    16: "bfloat16",
+    17: "float8_e4m3fn",
+    18: "float8_e4m3fnuz",
+    19: "float8_e5m2",
+    20: "float8_e5m2fnuz",
+    21: "uint4",
+    22: "int4",
+    23: "float4_e2m1",
+    24: "float8_e8m0",
+    25: "uint2",
+    26: "int2",
 }
-BITS = {"float32": 32, "uint8": 8, "int8": 8, "uint16": 16, "int16": 16, "int32": 32, "int64": 64, "bool": 8, "float16": 16,
-        "float64": 64, "uint32": 32, "uint64": 64, "complex64": 64, "complex128": 128, "bfloat16": 16, "float8_e4m3fn": 8,
-        "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "uint4": 4, "int4": 4, "float4_e2m1": 4, "float8_e8m0": 8,
-        "uint2": 2, "int2": 2}
+BITS = {
+    "float32": 32,
+    "uint8": 8,
+    "int8": 8,
+    "uint16": 16,
+    "int16": 16,
+    "int32": 32,
+    "int64": 64,
+    "bool": 8,
+    "float16": 16,
+    "float64": 64,
+    "uint32": 32,
+    "uint64": 64,
+    "complex64": 64,
+    "complex128": 128,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e4m3fnuz": 8,
+    "float8_e5m2": 8,
+    "float8_e5m2fnuz": 8,
+    "uint4": 4,
+    "int4": 4,
+    "float4_e2m1": 4,
+    "float8_e8m0": 8,
+    "uint2": 2,
+    "int2": 2,
+}
 MAX_DEPTH, MAX_NODES = 32, 2_000_000
 
 
@@ -79,7 +124,9 @@ def read_model(data: Any) -> Model:
     _graph(data, *graphs[0], model, 0)
     names = {w.name for w in model.initializers}
     model.graph.inputs = [p for p in model.graph.inputs if p.name not in names]  # IR 3 lists weights as inputs too
-    model.graph.kv_inputs = [p.name for p in model.graph.inputs if p.name.startswith(("past_key_values", "past_", "cache_"))]
+    model.graph.kv_inputs = [
+        p.name for p in model.graph.inputs if p.name.startswith(("past_key_values", "past_", "cache_"))
+    ]
     return model
 
 
@@ -227,7 +274,9 @@ def _type(data: Any, start: int, end: int, depth: int) -> tuple[str, Shape]:
         if number in (1, 8):
             return _tensor_type(data, one, two)
         if number in (4, 9):
-            inner = next((_type(data, a, b, depth + 1)[0] for n, w, a, b in fields(data, one, two) if n == 1 and w == BYTES), "")
+            inner = next(
+                (_type(data, a, b, depth + 1)[0] for n, w, a, b in fields(data, one, two) if n == 1 and w == BYTES), ""
+            )
             return f"{'seq' if number == 4 else 'optional'}({inner})", None
         if number == 5:
             return _map_type(data, one, two, depth), None

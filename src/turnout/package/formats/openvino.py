@@ -29,7 +29,17 @@ from turnout.package.scan import ReadError, Scan, join, parent_of, read_error
 from turnout.types import Task
 
 MAX_DEPTH, MAX_LAYERS, BLOCK = 64, 1_000_000, 1 << 16
-LOW_BITS = {"i4": 4.0, "u4": 4.0, "nf4": 4.0, "f4e2m1": 4.0, "i8": 8.0, "u8": 8.0, "f8e4m3": 8.0, "f8e5m2": 8.0, "u2": 2.0}
+LOW_BITS = {
+    "i4": 4.0,
+    "u4": 4.0,
+    "nf4": 4.0,
+    "f4e2m1": 4.0,
+    "i8": 8.0,
+    "u8": 8.0,
+    "f8e4m3": 8.0,
+    "f8e5m2": 8.0,
+    "u2": 2.0,
+}
 TOKENIZERS = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 # File sets by which GenAI's pipelines recognise their directories.
 PIPELINES = {
@@ -72,15 +82,25 @@ class _Parser:
         self.parser.EntityDeclHandler = self._refuse
 
     def _refuse(self, *_: object) -> None:
-        raise read_error("artifact.corrupt", f"`{self.rel}` declares a document type or entities", self.rel, "<!DOCTYPE", "a plain <net>")
+        raise read_error(
+            "artifact.corrupt",
+            f"`{self.rel}` declares a document type or entities",
+            self.rel,
+            "<!DOCTYPE",
+            "a plain <net>",
+        )
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self._path.append(name)
         self._text = ""
         if len(self._path) == 1 and name != "net":
-            raise read_error("artifact.corrupt", f"`{self.rel}` is not an OpenVINO graph", self.rel, f"<{name}>", "<net>")
+            raise read_error(
+                "artifact.corrupt", f"`{self.rel}` is not an OpenVINO graph", self.rel, f"<{name}>", "<net>"
+            )
         if len(self._path) > MAX_DEPTH:
-            raise read_error("artifact.corrupt", f"`{self.rel}` is nested too deeply", self.rel, f"over {MAX_DEPTH} levels")
+            raise read_error(
+                "artifact.corrupt", f"`{self.rel}` is nested too deeply", self.rel, f"over {MAX_DEPTH} levels"
+            )
         if name == "net" and len(self._path) == 1:
             version = attributes.get("version", "")
             self.net.version = int(version) if version.isdigit() and len(version) < 6 else None
@@ -141,14 +161,20 @@ class _Parser:
             name = (self._names or self._layer.get("name", "")).split(",")[0]
             self.net.graph.inputs.append(GraphPort(name, dtype, list(self._dims)))
         elif kind == "Result" and "input" in self._path:
-            name = (self._layer.get("output_names") or self._layer.get("name", "")).split(",")[0].removesuffix("/sink_port_0")
+            name = (
+                (self._layer.get("output_names") or self._layer.get("name", ""))
+                .split(",")[0]
+                .removesuffix("/sink_port_0")
+            )
             self.net.graph.outputs.append(GraphPort(name, self._precision.lower(), list(self._dims)))
 
 
 def read_net(scan: Scan, rel: str) -> Net:
     """Facts of one IR file. Raises ``ReadError``; external and internal entities are refused."""
     if scan.entries[rel].size > READ.xml_bytes:
-        raise read_error("artifact.corrupt", f"`{rel}` is too large", rel, str(scan.entries[rel].size), f"at most {READ.xml_bytes}")
+        raise read_error(
+            "artifact.corrupt", f"`{rel}` is too large", rel, str(scan.entries[rel].size), f"at most {READ.xml_bytes}"
+        )
     parser = _Parser(rel)
     try:
         with scan.open(rel) as stream:
@@ -183,7 +209,9 @@ def detect(scan: Scan) -> list[Artifact]:
         if pipeline is not None and (scan.focus is None or scan.focus in here):
             found.append(_genai(scan, directory, pipeline, here))
             taken |= set(here)
-    found += [_artifact(scan, rel) for rel in files if rel not in taken and scan.wanted(rel) and not rel.endswith(TOKENIZERS)]
+    found += [
+        _artifact(scan, rel) for rel in files if rel not in taken and scan.wanted(rel) and not rel.endswith(TOKENIZERS)
+    ]
     return found
 
 
@@ -217,8 +245,16 @@ def _graph_of(scan: Scan, rel: str, artifact: Artifact) -> Net | None:
         if problem is not None:
             artifact.findings.append(problem)
         elif scan.entries[weights].size < net.needed:
-            artifact.findings.append(Finding("artifact.truncated", Severity.ERROR, f"`{weights}` is shorter than `{rel}` says", weights,
-                                             f"{scan.entries[weights].size} bytes", f"{net.needed} bytes"))
+            artifact.findings.append(
+                Finding(
+                    "artifact.truncated",
+                    Severity.ERROR,
+                    f"`{weights}` is shorter than `{rel}` says",
+                    weights,
+                    f"{scan.entries[weights].size} bytes",
+                    f"{net.needed} bytes",
+                )
+            )
     elif scan.has(weights):
         artifact.files.append(weights)
     return net
@@ -228,7 +264,9 @@ def _quantization(net: Net) -> Quantization | None:
     if not net.low_bits:
         return None
     main = max(net.low_bits, key=lambda k: net.low_bits[k])
-    return Quantization("openvino", LOW_BITS[main], packing=main, tensor_types=net.low_bits, source="layer:Const", tensors_plain=False)
+    return Quantization(
+        "openvino", LOW_BITS[main], packing=main, tensor_types=net.low_bits, source="layer:Const", tensors_plain=False
+    )
 
 
 def _artifact(scan: Scan, rel: str) -> Artifact:
@@ -252,10 +290,23 @@ def _genai(scan: Scan, directory: str, pipeline: str, files: list[str]) -> Artif
     attach(artifact, context)
     artifact.findings = [f for f in artifact.findings if f.code != "recipe.assumed"]
     artifact.facts["pipeline"] = Fact(pipeline, f"layout:{directory or '.'}", Strength.LAYOUT)
-    main = join(directory, {"vlm": "openvino_language_model.xml", "whisper": "openvino_encoder_model.xml"}.get(pipeline, "openvino_model.xml"))
+    main = join(
+        directory,
+        {"vlm": "openvino_language_model.xml", "whisper": "openvino_encoder_model.xml"}.get(
+            pipeline, "openvino_model.xml"
+        ),
+    )
     for rel in files:
         net = _graph_of(scan, rel, artifact)
-        artifact.components.append(Component(rel.rsplit("/", 1)[-1].removesuffix(".xml"), Status.PRESENT if net else Status.INVALID, "openvino", path=rel, files=[rel]))
+        artifact.components.append(
+            Component(
+                rel.rsplit("/", 1)[-1].removesuffix(".xml"),
+                Status.PRESENT if net else Status.INVALID,
+                "openvino",
+                path=rel,
+                files=[rel],
+            )
+        )
         if net is None:
             continue
         if rel == main:
@@ -286,7 +337,9 @@ def _check_tokenizer(scan: Scan, directory: str, artifact: Artifact) -> None:
     for name in TOKENIZERS:
         rel = join(directory, name)
         if not scan.has(rel):
-            artifact.findings.append(Finding("tokenizer.missing", Severity.ERROR, f"`{name}` is not in the directory", rel, "absent", name))
+            artifact.findings.append(
+                Finding("tokenizer.missing", Severity.ERROR, f"`{name}` is not in the directory", rel, "absent", name)
+            )
             return
 
 
@@ -294,17 +347,39 @@ def _check_language_graph(artifact: Artifact, main: str) -> None:
     graph = artifact.graph
     assert graph is not None
     inputs, outputs = {p.name for p in graph.inputs}, {p.name for p in graph.outputs}
-    lacking = [n for n in ("input_ids", "attention_mask") if n not in inputs] + [n for n in ("logits",) if n not in outputs]
+    lacking = [n for n in ("input_ids", "attention_mask") if n not in inputs] + [
+        n for n in ("logits",) if n not in outputs
+    ]
     if not graph.states:
-        artifact.findings.append(Finding("graph.state_missing", Severity.ERROR, "the graph keeps no state between tokens", main, "no ReadValue layer",
-                                         "a pair of states for every layer"))
+        artifact.findings.append(
+            Finding(
+                "graph.state_missing",
+                Severity.ERROR,
+                "the graph keeps no state between tokens",
+                main,
+                "no ReadValue layer",
+                "a pair of states for every layer",
+            )
+        )
     if lacking:
-        artifact.findings.append(Finding("graph.io_mismatch", Severity.ERROR, f"the graph has no `{lacking[0]}`", main, ", ".join(sorted(inputs | outputs))[:200],
-                                         "input_ids, attention_mask -> logits"))
+        artifact.findings.append(
+            Finding(
+                "graph.io_mismatch",
+                Severity.ERROR,
+                f"the graph has no `{lacking[0]}`",
+                main,
+                ", ".join(sorted(inputs | outputs))[:200],
+                "input_ids, attention_mask -> logits",
+            )
+        )
 
 
 def _genai_tasks(artifact: Artifact, pipeline: str, main: str) -> None:
-    tasks = {"llm": [Task.TEXT_GENERATION], "vlm": [Task.IMAGE_TEXT_TO_TEXT, Task.TEXT_GENERATION], "whisper": [Task.ASR]}[pipeline]
+    tasks = {
+        "llm": [Task.TEXT_GENERATION],
+        "vlm": [Task.IMAGE_TEXT_TO_TEXT, Task.TEXT_GENERATION],
+        "whisper": [Task.ASR],
+    }[pipeline]
     if pipeline == "llm" and any(t.valid for t in artifact.templates):
         tasks.insert(0, Task.CHAT)
     artifact.tasks = [TaskEvidence(task, f"layout:{main}", Strength.LAYOUT) for task in tasks]

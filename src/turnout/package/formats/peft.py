@@ -25,15 +25,55 @@ from turnout.types import Task
 
 # Tuner kinds of peft 0.21 whose tensors are lora_A and lora_B pairs.
 LORA_LIKE = frozenset({"LORA", "ADALORA"})
-KNOWN_TYPES = frozenset({
-    "ADALORA", "ADAPTION_PROMPT", "BOFT", "BONE", "C3A", "CARTRIDGE", "CPT", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA",
-    "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "MULTITASK_PROMPT_TUNING", "OFT", "OSF", "POLY", "PREFIX_TUNING",
-    "PROMPT_TUNING", "PSOFT", "P_TUNING", "PVERA", "RANDLORA", "ROAD", "SHIRA", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA",
-    "WAVEFT", "XLORA",
-})
-TASKS = {"CAUSAL_LM": (Task.TEXT_GENERATION, Task.CHAT), "SEQ_CLS": (Task.TEXT_CLASSIFICATION,),
-         "TOKEN_CLS": (Task.TOKEN_CLASSIFICATION,), "SEQ_2_SEQ_LM": (Task.TEXT2TEXT,), "FEATURE_EXTRACTION": (Task.EMBEDDINGS,),
-         "QUESTION_ANS": (Task.QUESTION_ANSWERING,)}
+KNOWN_TYPES = frozenset(
+    {
+        "ADALORA",
+        "ADAPTION_PROMPT",
+        "BOFT",
+        "BONE",
+        "C3A",
+        "CARTRIDGE",
+        "CPT",
+        "DELORA",
+        "FOURIERFT",
+        "GRALORA",
+        "HIRA",
+        "HRA",
+        "IA3",
+        "LILY",
+        "LN_TUNING",
+        "LOHA",
+        "LOKR",
+        "LORA",
+        "MISS",
+        "MULTITASK_PROMPT_TUNING",
+        "OFT",
+        "OSF",
+        "POLY",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "PSOFT",
+        "P_TUNING",
+        "PVERA",
+        "RANDLORA",
+        "ROAD",
+        "SHIRA",
+        "TINYLORA",
+        "TRAINABLE_TOKENS",
+        "VBLORA",
+        "VERA",
+        "WAVEFT",
+        "XLORA",
+    }
+)
+TASKS = {
+    "CAUSAL_LM": (Task.TEXT_GENERATION, Task.CHAT),
+    "SEQ_CLS": (Task.TEXT_CLASSIFICATION,),
+    "TOKEN_CLS": (Task.TOKEN_CLASSIFICATION,),
+    "SEQ_2_SEQ_LM": (Task.TEXT2TEXT,),
+    "FEATURE_EXTRACTION": (Task.EMBEDDINGS,),
+    "QUESTION_ANS": (Task.QUESTION_ANSWERING,),
+}
 
 
 def detect(scan: Scan) -> list[Artifact]:
@@ -41,7 +81,11 @@ def detect(scan: Scan) -> list[Artifact]:
     found = []
     for rel in scan.glob("adapter_config.json"):
         directory = rel.removesuffix("adapter_config.json").rstrip("/")
-        if scan.focus is None or scan.focus in (rel, join(directory, "adapter_model.safetensors"), join(directory, "adapter_model.bin")):
+        if scan.focus is None or scan.focus in (
+            rel,
+            join(directory, "adapter_model.safetensors"),
+            join(directory, "adapter_model.bin"),
+        ):
             found.append(_artifact(scan, directory, rel))
     return found
 
@@ -60,8 +104,16 @@ def _artifact(scan: Scan, directory: str, rel: str) -> Artifact:
     artifact.facts["peft_type"] = Fact(kind, f"{rel}#/peft_type", Strength.CONFIG)
     artifact.facts["config"] = Fact(config, rel, Strength.CONFIG)
     if kind.upper() not in KNOWN_TYPES:
-        artifact.findings.append(Finding("adapter.type_unsupported", Severity.ERROR, f"adapter of unknown type `{kind}`",
-                                         f"{rel}#/peft_type", kind or "absent", "a type that peft knows"))
+        artifact.findings.append(
+            Finding(
+                "adapter.type_unsupported",
+                Severity.ERROR,
+                f"adapter of unknown type `{kind}`",
+                f"{rel}#/peft_type",
+                kind or "absent",
+                "a type that peft knows",
+            )
+        )
     _weights(scan, directory, artifact)
     dora = bool(config.get("use_dora")) or any("lora_magnitude_vector" in n for n in artifact.tensors.tensors)
     artifact.facts["dora"] = Fact(dora, f"{rel}#/use_dora", Strength.CONFIG)
@@ -84,8 +136,16 @@ def _weights(scan: Scan, directory: str, artifact: Artifact) -> None:
         return
     name = join(directory, "adapter_model.bin")
     if not scan.has(name):
-        artifact.findings.append(Finding("artifact.missing", Severity.ERROR, "the adapter has no weights", directory or ".", "absent",
-                                         "adapter_model.safetensors"))
+        artifact.findings.append(
+            Finding(
+                "artifact.missing",
+                Severity.ERROR,
+                "the adapter has no weights",
+                directory or ".",
+                "absent",
+                "adapter_model.safetensors",
+            )
+        )
         return
     artifact.files.append(name)
     try:
@@ -111,8 +171,16 @@ def _check_rank(config: dict[str, Any], rel: str, artifact: Artifact) -> None:
         expected = next((r for key, r in pattern.items() if isinstance(r, int) and key in name), rank)
         observed = tensor.shape[0] if ".lora_A." in name else tensor.shape[1]
         if observed != expected:
-            artifact.findings.append(Finding("adapter.base_mismatch", Severity.ERROR, f"`{name}` has another rank than the configuration",
-                                             f"{rel}#/r", f"rank {observed}", f"rank {expected}"))
+            artifact.findings.append(
+                Finding(
+                    "adapter.base_mismatch",
+                    Severity.ERROR,
+                    f"`{name}` has another rank than the configuration",
+                    f"{rel}#/r",
+                    f"rank {observed}",
+                    f"rank {expected}",
+                )
+            )
             return
 
 
@@ -124,8 +192,16 @@ def _base(scan: Scan, directory: str, config: dict[str, Any], rel: str, artifact
     reference = ArtifactRef("base_model", str(path or named), config.get("revision"), path is not None)
     artifact.depends_on.append(reference)
     if path is None:
-        artifact.findings.append(Finding("adapter.base_missing", Severity.ERROR, f"the base model `{named or 'unnamed'}` is not on this machine",
-                                         f"{rel}#/base_model_name_or_path", named or "absent", "a directory with the base model"))
+        artifact.findings.append(
+            Finding(
+                "adapter.base_missing",
+                Severity.ERROR,
+                f"the base model `{named or 'unnamed'}` is not on this machine",
+                f"{rel}#/base_model_name_or_path",
+                named or "absent",
+                "a directory with the base model",
+            )
+        )
         return None
     return base_tensors(path, artifact)
 
@@ -144,7 +220,9 @@ def base_tensors(path: str, artifact: Artifact) -> TensorInventory | None:
     templates and architecture."""
     base = next(iter(transformers.detect_in(Scan.of(path), "")), None)
     if base is None:
-        artifact.findings.append(Finding("adapter.base_missing", Severity.ERROR, f"`{path}` holds no Transformers model", path))
+        artifact.findings.append(
+            Finding("adapter.base_missing", Severity.ERROR, f"`{path}` holds no Transformers model", path)
+        )
         return None
     artifact.architecture, artifact.tokenizer = base.architecture, artifact.tokenizer or base.tokenizer
     artifact.templates, artifact.generation, artifact.labels = base.templates, base.generation, base.labels
@@ -164,13 +242,29 @@ def compare_with_base(artifact: Artifact, base: TensorInventory) -> None:
         weight = base.tensors.get(f"{module}.weight")
         if weight is None or len(weight.shape) != 2:
             if weight is None and not any(n.startswith(f"{module}.") for n in base.tensors):
-                artifact.findings.append(Finding("adapter.base_mismatch", Severity.ERROR, f"the base has no module `{module}`", artifact.entry,
-                                                 "absent", module))
+                artifact.findings.append(
+                    Finding(
+                        "adapter.base_mismatch",
+                        Severity.ERROR,
+                        f"the base has no module `{module}`",
+                        artifact.entry,
+                        "absent",
+                        module,
+                    )
+                )
                 return
             continue
         observed = tensor.shape[1] if side == ".lora_A." else tensor.shape[0]
         expected = weight.shape[1] if side == ".lora_A." else weight.shape[0]
         if observed != expected:
-            artifact.findings.append(Finding("adapter.base_mismatch", Severity.ERROR, f"`{name}` does not fit the base's `{module}.weight`",
-                                             artifact.entry, f"width {observed}", f"width {expected}"))
+            artifact.findings.append(
+                Finding(
+                    "adapter.base_mismatch",
+                    Severity.ERROR,
+                    f"`{name}` does not fit the base's `{module}.weight`",
+                    artifact.entry,
+                    f"width {observed}",
+                    f"width {expected}",
+                )
+            )
             return

@@ -32,8 +32,18 @@ FASTTEXT = b"\xba\x16\x4f\x2f"
 
 def detect(scan: Scan) -> list[Artifact]:
     """Classical models by content; names only say which files to look into."""
-    readers = {".json": _xgboost_json, ".ubj": _xgboost_ubj, ".model": _xgboost_any, ".xgb": _xgboost_any, ".txt": _lightgbm, ".lgb": _lightgbm,
-               ".cbm": _catboost, ".skops": _skops, ".ftz": _fasttext, **dict.fromkeys(PICKLES, _pickle)}
+    readers = {
+        ".json": _xgboost_json,
+        ".ubj": _xgboost_ubj,
+        ".model": _xgboost_any,
+        ".xgb": _xgboost_any,
+        ".txt": _lightgbm,
+        ".lgb": _lightgbm,
+        ".cbm": _catboost,
+        ".skops": _skops,
+        ".ftz": _fasttext,
+        **dict.fromkeys(PICKLES, _pickle),
+    }
     found = []
     claimed: set[str] = scan.once("claimed", set)
     for rel in sorted(scan.entries):
@@ -74,9 +84,15 @@ def _xgboost_ubj(scan: Scan, rel: str) -> Artifact | None:
     except ReadError as error:
         return _failed(ArtifactKind.XGBOOST, rel, error.finding)
     except (UbjError, IndexError, RecursionError) as error:
-        return _failed(ArtifactKind.XGBOOST, rel, Finding("artifact.truncated", Severity.ERROR, f"`{rel}` is not a whole UBJSON document: {error}", rel))
+        return _failed(
+            ArtifactKind.XGBOOST,
+            rel,
+            Finding("artifact.truncated", Severity.ERROR, f"`{rel}` is not a whole UBJSON document: {error}", rel),
+        )
     if not isinstance(value, dict) or not isinstance(value.get("learner"), dict):
-        return _failed(ArtifactKind.XGBOOST, rel, Finding("artifact.corrupt", Severity.ERROR, f"`{rel}` holds no learner", rel))
+        return _failed(
+            ArtifactKind.XGBOOST, rel, Finding("artifact.corrupt", Severity.ERROR, f"`{rel}` holds no learner", rel)
+        )
     return _xgboost(rel, value)
 
 
@@ -97,8 +113,11 @@ def _xgboost(rel: str, value: dict[str, Any]) -> Artifact:
     names = learner.get("feature_names") or []
     settings: dict[str, Any] = {
         "features": [str(n) for n in names] if isinstance(names, list) else [],
-        "feature_types": [str(t) for t in learner.get("feature_types") or []], "objective": objective, "booster": booster,
-        "num_features": features, "num_class": classes,
+        "feature_types": [str(t) for t in learner.get("feature_types") or []],
+        "objective": objective,
+        "booster": booster,
+        "num_features": features,
+        "num_class": classes,
     }
     classifies = objective.startswith(("binary:", "multi:"))
     if classifies:
@@ -131,8 +150,12 @@ def _lightgbm(scan: Scan, rel: str) -> Artifact | None:
     names = values.get("feature_names", "").split()
     classes = _int(values.get("num_class")) or 1
     classifies = objective.startswith(("binary", "multiclass", "cross_entropy"))
-    settings: dict[str, Any] = {"features": [] if all(re.fullmatch(r"Column_\d+", n) for n in names) else names, "objective": objective,
-                                "num_features": (_int(values.get("max_feature_idx")) or 0) + 1, "num_class": classes}
+    settings: dict[str, Any] = {
+        "features": [] if all(re.fullmatch(r"Column_\d+", n) for n in names) else names,
+        "objective": objective,
+        "num_features": (_int(values.get("max_feature_idx")) or 0) + 1,
+        "num_class": classes,
+    }
     if classifies:
         settings["classes"] = [str(i) for i in range(max(classes, 2))]
     artifact.recipe = Recipe("tabular", settings, f"{rel}#header", Strength.HEADER)
@@ -232,13 +255,19 @@ def _pickle(scan: Scan, rel: str) -> Artifact | None:
             names = _globals_of_prefix(data)
     elif data[:4] == b"PK\x03\x04":
         return None  # a torch file under another name
-    kind = ArtifactKind.SKLEARN_PICKLE if any(n.startswith("sklearn.") for n in names) or rel.endswith(".joblib") else ArtifactKind.PICKLE
+    kind = (
+        ArtifactKind.SKLEARN_PICKLE
+        if any(n.startswith("sklearn.") for n in names) or rel.endswith(".joblib")
+        else ArtifactKind.PICKLE
+    )
     artifact = Artifact(f"{kind}:{rel}", kind, rel, [rel], code=CodeNeed.FORBIDDEN)
     artifact.facts["globals"] = Fact(names, f"{rel}#opcodes", Strength.HEADER)
     version = re.search(rb"_sklearn_version\x94?\x8c(.)", data)
     if version and version[1]:
         at = version.end()
-        artifact.facts["sklearn_version"] = Fact(data[at : at + version[1][0]].decode("ascii", "replace"), f"{rel}#opcodes", Strength.HEADER)
+        artifact.facts["sklearn_version"] = Fact(
+            data[at : at + version[1][0]].decode("ascii", "replace"), f"{rel}#opcodes", Strength.HEADER
+        )
     artifact.findings.append(unsafe_finding(rel, names or ["a compressed pickle"]))
     artifact.tasks = [TaskEvidence(Task.TABULAR_CLASSIFICATION, f"layout:{rel}", Strength.NAME)]
     return artifact
@@ -248,7 +277,9 @@ def _globals_of_prefix(data: bytes) -> list[str]:
     """Names in a joblib stream, whose arrays stand between the opcodes: found by their spelling."""
     found = re.findall(rb"c([\w.]+)\n([\w.]+)\n", data)
     texts = [t.decode() for t in re.findall(rb"\x8c.([A-Za-z_][\w.]{2,120})\x94", data[: 1 << 20])]
-    pairs = [f"{a}.{b}" for a, b in zip(texts, texts[1:], strict=False) if "." in a or a in ("sklearn", "numpy", "posix", "builtins", "xgboost")]
+    pairs = [
+        f"{a}.{b}"
+        for a, b in zip(texts, texts[1:], strict=False)
+        if "." in a or a in ("sklearn", "numpy", "posix", "builtins", "xgboost")
+    ]
     return list(dict.fromkeys([f"{a.decode()}.{b.decode()}" for a, b in found] + pairs))
-
-

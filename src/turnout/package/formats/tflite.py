@@ -14,8 +14,24 @@ from turnout.package.formats.graph_tasks import tasks_of_graph
 from turnout.package.formats.transformers import attach
 from turnout.package.scan import ReadError, Scan, read_error
 
-DTYPES = {0: "float32", 1: "float16", 2: "int32", 3: "uint8", 4: "int64", 5: "string", 6: "bool", 7: "int16", 8: "complex64", 9: "int8",
-          10: "float64", 11: "complex128", 12: "uint64", 15: "uint32", 16: "uint16", 17: "int4"}
+DTYPES = {
+    0: "float32",
+    1: "float16",
+    2: "int32",
+    3: "uint8",
+    4: "int64",
+    5: "string",
+    6: "bool",
+    7: "int16",
+    8: "complex64",
+    9: "int8",
+    10: "float64",
+    11: "complex128",
+    12: "uint64",
+    15: "uint32",
+    16: "uint16",
+    17: "int4",
+}
 CUSTOM = 32  # BuiltinOperator.CUSTOM
 MAX_ITEMS = 1 << 20
 
@@ -29,7 +45,13 @@ class _Flat:
     def number(self, form: str, at: int) -> int:
         width = struct.calcsize(form)
         if at < 0 or at + width > self.size:
-            raise read_error("artifact.truncated", f"`{self.rel}` points outside itself", self.rel, f"offset {at}", f"below {self.size}")
+            raise read_error(
+                "artifact.truncated",
+                f"`{self.rel}` points outside itself",
+                self.rel,
+                f"offset {at}",
+                f"below {self.size}",
+            )
         return int(struct.unpack_from("<" + form, self.data, at)[0])
 
     def follow(self, at: int) -> int:
@@ -110,7 +132,13 @@ def _operator(flat: _Flat, code: int) -> str:
 
 def _port(flat: _Flat, tensors: list[int], index: int) -> GraphPort:
     if not 0 <= index < len(tensors):
-        raise read_error("artifact.corrupt", f"`{flat.rel}` names a tensor that it has not", flat.rel, str(index), f"below {len(tensors)}")
+        raise read_error(
+            "artifact.corrupt",
+            f"`{flat.rel}` names a tensor that it has not",
+            flat.rel,
+            str(index),
+            f"below {len(tensors)}",
+        )
     tensor = tensors[index]
     kind = flat.field(tensor, 1)
     signature = flat.ints(tensor, 7) or flat.ints(tensor, 0)
@@ -132,7 +160,11 @@ def _artifact(scan: Scan, rel: str) -> Artifact:
         return artifact
     custom = [op for op in artifact.graph.ops if op.startswith("custom::")]
     if custom:
-        artifact.findings.append(Finding("operator.unknown_domain", Severity.INFO, f"custom operators: {', '.join(o[8:] for o in custom)}", rel))
+        artifact.findings.append(
+            Finding(
+                "operator.unknown_domain", Severity.INFO, f"custom operators: {', '.join(o[8:] for o in custom)}", rel
+            )
+        )
     context = nearest_context(scan, rel)
     if context is not None:
         attach(artifact, context)

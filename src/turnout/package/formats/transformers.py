@@ -71,7 +71,11 @@ def detect_in(scan: Scan, directory: str) -> list[Artifact]:
 
 
 def _is_model(scan: Scan, directory: str) -> bool:
-    if scan.has(join(directory, "model_index.json")) or scan.has(join(parent_of(directory), "model_index.json")) and directory:
+    if (
+        scan.has(join(directory, "model_index.json"))
+        or scan.has(join(parent_of(directory), "model_index.json"))
+        and directory
+    ):
         return False  # a part of a diffusers bundle
     if directory and scan.has(join(parent_of(directory), "modules.json")):
         config = scan.json_object(join(directory, "config.json")) or {}
@@ -139,8 +143,16 @@ def _read_weights(scan: Scan, directory: str, entry: str, artifact: Artifact) ->
     if entry.endswith(".index.json"):
         _read_index(scan, directory, entry, artifact)
     elif entry.endswith(".safetensors") and entry != join(directory, "model.safetensors"):
-        artifact.findings.append(Finding("artifact.missing", Severity.ERROR, "safetensors files without an index are not found by loaders",
-                                         directory, entry, "model.safetensors or model.safetensors.index.json"))
+        artifact.findings.append(
+            Finding(
+                "artifact.missing",
+                Severity.ERROR,
+                "safetensors files without an index are not found by loaders",
+                directory,
+                entry,
+                "model.safetensors or model.safetensors.index.json",
+            )
+        )
         artifact.files.append(entry)
     elif entry.endswith(".safetensors"):
         artifact.files.append(entry)
@@ -191,8 +203,16 @@ def _read_shard(scan: Scan, directory: str, entry: str, name: str, artifact: Art
         return
     artifact.files.append(rel)
     if not scan.has(rel):
-        artifact.findings.append(Finding("artifact.shard_missing", Severity.ERROR, f"shard `{name}` of `{entry}` is not in the package",
-                                         rel, "absent", name))
+        artifact.findings.append(
+            Finding(
+                "artifact.shard_missing",
+                Severity.ERROR,
+                f"shard `{name}` of `{entry}` is not in the package",
+                rel,
+                "absent",
+                name,
+            )
+        )
         return
     if not name.endswith(".safetensors"):
         _read_torch(scan, rel, artifact)
@@ -200,8 +220,16 @@ def _read_shard(scan: Scan, directory: str, entry: str, name: str, artifact: Art
     shard = read_safetensors(scan, rel)
     again = artifact.tensors.tensors.keys() & shard.tensors.keys()
     if again:
-        artifact.findings.append(Finding("artifact.duplicate_tensor", Severity.ERROR, f"`{min(again)}` is in two shards", rel,
-                                         rel, artifact.tensors.tensors[min(again)].file))
+        artifact.findings.append(
+            Finding(
+                "artifact.duplicate_tensor",
+                Severity.ERROR,
+                f"`{min(again)}` is in two shards",
+                rel,
+                rel,
+                artifact.tensors.tensors[min(again)].file,
+            )
+        )
     artifact.tensors.tensors.update(shard.tensors)
     artifact.tensors.shards.append(rel)
     artifact.tensors.problems += shard.problems
@@ -215,11 +243,20 @@ def _compare_index(entry: str, directory: str, weight_map: dict[str, str], artif
     wrong = [n for n, f in weight_map.items() if n in stored and stored[n].file != join(directory, f)]
     absent = [n for n in weight_map if n not in stored]
     unnamed = [n for n in stored if n not in weight_map]
-    for names, what in ((wrong, "names the wrong shard for"), (absent, "names a tensor no shard holds:"),
-                        (unnamed, "does not name the stored tensor")):
+    for names, what in (
+        (wrong, "names the wrong shard for"),
+        (absent, "names a tensor no shard holds:"),
+        (unnamed, "does not name the stored tensor"),
+    ):
         if names:
-            artifact.findings.append(Finding("index.inconsistent", Severity.WARNING, f"`{entry}` {what} `{names[0]}`"
-                                             + (f" and {len(names) - 1} more" if len(names) > 1 else ""), entry))
+            artifact.findings.append(
+                Finding(
+                    "index.inconsistent",
+                    Severity.WARNING,
+                    f"`{entry}` {what} `{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+                    entry,
+                )
+            )
 
 
 # ---- checks ------------------------------------------------------------------------------------
@@ -233,8 +270,16 @@ def _check_config(artifact: Artifact, directory: str) -> None:
             artifact.findings.append(Finding("config.invalid", Severity.ERROR, "config.json cannot be used", path))
         return
     if not architecture.model_type:
-        artifact.findings.append(Finding("config.invalid", Severity.ERROR, "config.json has no `model_type`", f"{path}#/model_type",
-                                         "absent", "the name of a model family"))
+        artifact.findings.append(
+            Finding(
+                "config.invalid",
+                Severity.ERROR,
+                "config.json has no `model_type`",
+                f"{path}#/model_type",
+                "absent",
+                "the name of a model family",
+            )
+        )
 
 
 def _check_quantization(artifact: Artifact) -> None:
@@ -251,13 +296,26 @@ def _check_vocabulary(artifact: Artifact) -> None:
     if tokenizer is None or tokenizer.max_id is None or rows is None or tokenizer.kind == "ctc-vocab":
         return
     if tokenizer.max_id >= rows:
-        artifact.findings.append(Finding("tokenizer.id_out_of_range", Severity.ERROR,
-                                         f"the tokenizer gives ids up to {tokenizer.max_id}, the embedding has {rows} rows",
-                                         tokenizer.path, str(tokenizer.max_id), f"at most {rows - 1}"))
+        artifact.findings.append(
+            Finding(
+                "tokenizer.id_out_of_range",
+                Severity.ERROR,
+                f"the tokenizer gives ids up to {tokenizer.max_id}, the embedding has {rows} rows",
+                tokenizer.path,
+                str(tokenizer.max_id),
+                f"at most {rows - 1}",
+            )
+        )
 
 
-EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "embed_in.weight", "shared.weight",
-              "tok_embeddings.weight")
+EMBEDDINGS = (
+    "embed_tokens.weight",
+    "word_embeddings.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "shared.weight",
+    "tok_embeddings.weight",
+)
 
 
 def embedding_rows(tensors: TensorInventory, architecture: Architecture | None) -> int | None:
@@ -321,8 +379,16 @@ def _pooled(artifact: Artifact) -> None:
         artifact.tasks.append(TaskEvidence(Task.EMBEDDINGS, artifact.recipe.source, Strength.CONFIG))
     elif bare and text and not artifact.tasks:
         artifact.tasks.append(TaskEvidence(Task.EMBEDDINGS, f"{architecture.source}#/architectures", Strength.DERIVED))
-        artifact.findings.append(Finding("recipe.assumed", Severity.WARNING, "nothing says how hidden states become an embedding",
-                                         artifact.entry, "no modules.json", "a pooling recipe"))
+        artifact.findings.append(
+            Finding(
+                "recipe.assumed",
+                Severity.WARNING,
+                "nothing says how hidden states become an embedding",
+                artifact.entry,
+                "no modules.json",
+                "a pooling recipe",
+            )
+        )
 
 
 def _heads(artifact: Artifact) -> None:
@@ -359,13 +425,21 @@ def _speech_recipe(artifact: Artifact) -> Recipe:
     config = architecture.config
     settings: dict[str, Any] = {}
     for processor in artifact.processors:
-        settings |= {k: processor.settings[k] for k in ("sampling_rate", "feature_size", "do_normalize") if k in processor.settings}
+        settings |= {
+            k: processor.settings[k]
+            for k in ("sampling_rate", "feature_size", "do_normalize")
+            if k in processor.settings
+        }
     if any(n.endswith("ForCTC") for n in architecture.class_names):
         settings["blank"] = config.get("pad_token_id", 0)
         settings["delimiter"] = "|"
         return Recipe("ctc", settings, architecture.source)
-    settings |= {k: config[k] for k in ("num_mel_bins", "decoder_start_token_id", "max_source_positions") if k in config}
-    return Recipe("whisper" if architecture.model_type == "whisper" else "speech-seq2seq", settings, architecture.source)
+    settings |= {
+        k: config[k] for k in ("num_mel_bins", "decoder_start_token_id", "max_source_positions") if k in config
+    }
+    return Recipe(
+        "whisper" if architecture.model_type == "whisper" else "speech-seq2seq", settings, architecture.source
+    )
 
 
 def _forecast_recipe(config: dict[str, Any], source: str) -> Recipe:
@@ -376,4 +450,3 @@ def _forecast_recipe(config: dict[str, Any], source: str) -> Recipe:
         longest = max((n for n in lags if isinstance(n, int)), default=0) if isinstance(lags, list) else 0
         settings["required_history"] = context + longest
     return Recipe("forecast", settings, source)
-
