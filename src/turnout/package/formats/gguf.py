@@ -125,6 +125,10 @@ def _shards(scan: Scan, rel: str, header: Header, artifact: Artifact) -> None:
                     str(number - 1),
                 )
             )
+    total, held = header.values.get("split.tensors.count"), len(artifact.tensors.tensors)
+    if isinstance(total, int) and total != held and not artifact.findings:
+        message = f"the parts of `{rel}` hold another number of tensors than they say"
+        artifact.findings.append(Finding("index.inconsistent", Severity.ERROR, message, rel, str(held), str(total)))
 
 
 def _shard(scan: Scan, name: str, artifact: Artifact) -> Header | None:
@@ -272,14 +276,16 @@ def _language(artifact: Artifact, name: str, values: dict[str, Any], rel: str) -
             artifact.templates.append(template)
             artifact.findings += findings
     if artifact.tokenizer is not None:
+        pad, bos = (values.get(f"tokenizer.ggml.{n}_token_id") for n in ("padding", "bos"))
         artifact.generation = Generation(
             artifact.tokenizer.eos_ids,
-            values.get("tokenizer.ggml.padding_token_id"),
-            values.get("tokenizer.ggml.bos_token_id"),
+            pad if type(pad) is int else None,
+            bos if type(bos) is int else None,
             source="kv:tokenizer.ggml.eos_token_id",
         )
         _check_ids(artifact)
-    pooling = POOLINGS.get(values.get(f"{name}.pooling_type", -1))
+    stated = values.get(f"{name}.pooling_type")
+    pooling = POOLINGS.get(stated) if type(stated) is int else None
     if pooling not in (None, "none"):
         artifact.recipe = Recipe(
             "pooling", {"pooling": pooling, "normalize": True}, f"kv:{name}.pooling_type", Strength.HEADER
