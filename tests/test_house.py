@@ -44,7 +44,7 @@ ROOMS = {
         "turnout.backends.diffusers",
     },
     "peft": {"turnout.backends.transformers"},
-    "accelerate": {"turnout.backends.transformers"},
+    "accelerate": {"turnout.backends.transformers", "turnout.backends.diffusers"},
     "gguf": {"turnout.backends.transformers"},
     "safetensors": {
         "turnout.backends.transformers",
@@ -72,6 +72,7 @@ ROOMS = {
 # Backends whose library is built on another's.
 BUILDS_ON = {
     "sentence_transformers": {"transformers"},
+    "diffusers": {"transformers"},
     "openvino_genai": {"openvino"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80

@@ -245,3 +245,219 @@ def test_a_closed_session_says_so(ddpm: Path) -> None:
     session.close()
     with pytest.raises(LoadError):
         session.run(Request(Task.TEXT_TO_IMAGE, {"prompt": ""}))
+
+
+# ---- bundles as they are found in the world ----------------------------------------------------
+
+
+def dry(path: Path, **options: Any) -> Any:
+    case = case_of(path, **options)
+    assert against(case) == {}
+    return BACKEND.dry_load(BACKEND.plan(case))
+
+
+def renamed(source: Path, target: Path, file: str, change: Any) -> Path:
+    """A copy whose tensors of ``file`` have other names, or are left out where ``change`` gives None."""
+    shutil.copytree(source, target)
+    stored = {change(name): tensor for name, tensor in load_file(target / file).items()}
+    stored.pop(None, None)
+    save_file(stored, target / file, metadata={"format": "pt"})
+    return target
+
+
+def test_a_safety_checker_is_a_class_of_the_library(stable: Path, tmp_path: Path) -> None:
+    """``stable_diffusion`` is a room of diffusers, not a Python file of the package."""
+    import transformers
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.CLIPConfig(
+        projection_dim=16,
+        text_config={**small, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**small, "image_size": 32, "patch_size": 16, "projection_dim": 16},
+    )
+    checker = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    extractor = ["transformers", "CLIPFeatureExtractor"]  # a name that Transformers itself has dropped
+    bundle = edited(stable, tmp_path / "m", lambda i: i.update(safety_checker=checker, feature_extractor=extractor))
+    torch.manual_seed(0)
+    StableDiffusionSafetyChecker(config).save_pretrained(bundle / "safety_checker")
+    transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(
+        bundle / "feature_extractor"
+    )
+    evidence = dry(bundle)
+    assert evidence.outcome is Outcome.PASS, evidence.reasons
+    session = BACKEND.load(BACKEND.plan(case_of(bundle)))
+    assert session.pipeline.safety_checker is not None
+    session.close()
+    lacking = renamed(bundle, tmp_path / "n", "safety_checker/model.safetensors",
+                      lambda n: None if "visual_projection" in n else n)  # fmt: skip
+    assert [r.expected for r in dry(lacking).reasons] == ["visual_projection.weight"]
+
+
+def test_names_of_earlier_versions_bind(stable: Path, tmp_path: Path) -> None:
+    """Stable Diffusion 1 was saved with other names in its autoencoder and its text encoder."""
+    words = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+    def older(name: str) -> str:
+        for new, old in words.items():
+            name = name.replace(new, old)
+        return name
+
+    bundle = renamed(stable, tmp_path / "a", "vae/diffusion_pytorch_model.safetensors", older)
+    bundle = renamed(bundle, tmp_path / "b", "text_encoder/model.safetensors", lambda n: f"text_model.{n}")
+    assert dry(bundle).outcome is Outcome.PASS
+    given = {"steps": 1, "width": 16, "height": 16}
+    same = picture(case_of(stable), prompt="w1", **given)
+    np.testing.assert_array_equal(picture(case_of(bundle), prompt="w1", **given), same)
+
+
+def test_a_text_encoder_lacks_a_tensor(stable: Path, tmp_path: Path) -> None:
+    bundle = renamed(stable, tmp_path / "m", "text_encoder/model.safetensors",
+                     lambda n: None if n.endswith("final_layer_norm.weight") else n)  # fmt: skip
+    assert [(r.code, r.where) for r in dry(bundle).reasons] == [("tensor.missing", "text_encoder")]
+
+
+def test_a_variant_beside_the_plain_files_is_really_taken(ddpm: Path, tmp_path: Path) -> None:
+    shutil.copytree(ddpm, tmp_path / "m")
+    file = tmp_path / "m/unet/diffusion_pytorch_model.safetensors"
+    other = {n: torch.zeros_like(t) if n == "conv_in.weight" else t.half() for n, t in load_file(file).items()}
+    save_file(other, file.with_name("diffusion_pytorch_model.fp16.safetensors"), metadata={"format": "pt"})
+    plain, half = picture(case_of(tmp_path / "m"), steps=2), picture(case_of(tmp_path / "m", variant="fp16"), steps=2)
+    assert (plain != half).any()
+    other.pop("conv_in.weight")
+    save_file(other, file.with_name("diffusion_pytorch_model.fp16.safetensors"), metadata={"format": "pt"})
+    assert dry(tmp_path / "m").outcome is Outcome.PASS
+    assert dry(tmp_path / "m", variant="fp16").reasons[0].code == "tensor.missing"
+
+
+@pytest.mark.parametrize(
+    ("role", "named"), [("unet", ["transformers", "CLIPTextModel"]), ("scheduler", ["diffusers", "AutoencoderKL"])]
+)
+def test_a_component_of_another_kind(role: str, named: list[str], stable: Path, tmp_path: Path) -> None:
+    found = against(case_of(edited(stable, tmp_path / "m", lambda i: i.update({role: named}))))["component.wrong_class"]
+    assert (found.state, found.observed) == (State.UNMET, ".".join(named))
+
+
+def test_another_model_of_the_same_kind_is_for_a_run_to_tell(stable: Path, tmp_path: Path) -> None:
+    bundle = edited(stable, tmp_path / "m", lambda i: i.update(vae=["diffusers", "AutoencoderTiny"]))
+    found = against(case_of(bundle))["component.wrong_class"]
+    assert (found.state, found.expected) == (State.UNKNOWN, "AutoencoderKL")
+
+
+def test_a_library_that_is_neither(stable: Path, tmp_path: Path) -> None:
+    bundle = edited(stable, tmp_path / "m", lambda i: i.update(unet=["os", "system"]))
+    assert against(case_of(bundle))["code.required"].observed == "os.system"
+    with pytest.raises(LoadError) as caught:
+        BACKEND.load(BACKEND.plan(case_of(bundle)))
+    assert caught.value.code == "code.required"
+
+
+def test_a_tokenizer_without_its_files_is_found_before_the_load(stable: Path, tmp_path: Path) -> None:
+    shutil.copytree(stable, tmp_path / "m")
+    (tmp_path / "m/tokenizer/tokenizer.json").unlink()
+    evidence = dry(tmp_path / "m")
+    assert "`tokenizer` cannot be built" in evidence.reasons[0].message
+
+
+def test_a_quantized_component_is_not_called_supported(ddpm: Path, tmp_path: Path) -> None:
+    bundle = edited(
+        ddpm,
+        tmp_path / "m",
+        lambda c: c.update(quantization_config={"quant_method": "bitsandbytes"}),
+        "unet/config.json",
+    )
+    assert against(case_of(bundle))["quantization.unsupported"].observed == "bitsandbytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("../outside.safetensors", "artifact.path_escape"), ("gone.safetensors", "artifact.shard_missing")],
+)
+def test_shards_that_an_index_names(name: str, code: str, ddpm: Path, tmp_path: Path) -> None:
+    shutil.copytree(ddpm, tmp_path / "m")
+    file = tmp_path / "m/unet/diffusion_pytorch_model.safetensors"
+    stored = load_file(file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(stored, name)}
+    (tmp_path / "m/unet/diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(file, tmp_path / "outside.safetensors")
+    assert against(case_of(tmp_path / "m"))[code].observed == name
+
+
+# ---- what a pipeline takes and gives -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "serves"),
+    [
+        ("StableDiffusionPipeline", Task.TEXT_TO_IMAGE, True),
+        ("StableDiffusionXLPipeline", Task.TEXT_TO_IMAGE, True),
+        ("FluxPipeline", Task.TEXT_TO_IMAGE, True),
+        ("DiTPipeline", Task.TEXT_TO_IMAGE, True),
+        ("StableDiffusionImg2ImgPipeline", Task.IMAGE_TO_IMAGE, True),
+        ("StableDiffusionImg2ImgPipeline", Task.TEXT_TO_IMAGE, False),
+        ("StableDiffusionInpaintPipeline", Task.IMAGE_TO_IMAGE, False),
+        ("StableDiffusionControlNetPipeline", Task.TEXT_TO_IMAGE, False),
+        ("AudioLDM2Pipeline", Task.TEXT_TO_IMAGE, False),
+        ("WanPipeline", Task.TEXT_TO_IMAGE, False),
+        ("KandinskyPriorPipeline", Task.TEXT_TO_IMAGE, False),
+    ],
+)
+def test_pipelines_are_asked_what_they_take_and_give(name: str, task: str, serves: bool) -> None:
+    import diffusers
+
+    from turnout.backends.diffusers_components import misfit
+
+    assert (misfit(getattr(diffusers, name), task) == "") is serves
+
+
+def test_a_pipeline_without_condition_takes_no_prompt(ddpm: Path) -> None:
+    with pytest.raises(InputError, match="without a prompt"):
+        picture(case_of(ddpm), prompt="a cat")
+
+
+def test_a_given_picture_is_changed(stable: Path, tmp_path: Path) -> None:
+    import diffusers
+    from PIL import Image
+
+    bundle = edited(stable, tmp_path / "m", lambda i: i.update(_class_name="StableDiffusionImg2ImgPipeline"))
+    package = inspect(bundle)
+    case = Case(package.root, package.artifacts[0], Task.IMAGE_TO_IMAGE)
+    assert against(case) == {}
+    session = BACKEND.load(BACKEND.plan(case))
+    assert BACKEND.probe(session).outcome is Outcome.PASS
+    given = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    options = {"steps": "4", "strength": "0.5"}  # as text, as they come from a command line
+    ours = session.run(Request(Task.IMAGE_TO_IMAGE, {"prompt": "w1", "image": given}, Sampling(seed=3), options))
+    session.close()
+    pipeline = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(bundle)
+    theirs = pipeline("w1", Image.fromarray(given), strength=0.5, num_inference_steps=4, output_type="np",
+                      generator=torch.Generator().manual_seed(3)).images  # fmt: skip
+    np.testing.assert_array_equal(ours.images[0], as_bytes(theirs))
+
+
+def test_a_pipeline_of_classes_takes_a_class_as_prompt(tmp_path: Path) -> None:
+    import diffusers
+
+    torch.manual_seed(0)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=1000, activation_fn="gelu-approximate", norm_elementwise_affine=False,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8,), norm_num_groups=4, latent_channels=4, sample_size=8, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
+    )  # fmt: skip
+    pipeline = diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler())
+    pipeline.save_pretrained(tmp_path / "m")
+    index = tmp_path / "m/model_index.json"  # where DiT keeps its names; saving leaves them out
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"id2label": {"3": "heron, bird", "4": "owl"}}))
+    case = case_of(tmp_path / "m")
+    assert against(case) == {}
+    named, numbered = (picture(case, prompt=prompt, steps=2) for prompt in ("heron", "3"))
+    np.testing.assert_array_equal(named, numbered)
+    pipeline = diffusers.DiTPipeline.from_pretrained(tmp_path / "m")
+    theirs = pipeline([3], num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np").images
+    np.testing.assert_array_equal(named, as_bytes(theirs))
+    for strange in ("dragon", "1000"):
+        with pytest.raises(InputError, match="no class"):
+            picture(case, prompt=strange, steps=2)
