@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnout.package.facts import Artifact, GraphPort, Recipe, Strength, TaskEvidence
-from turnout.package.formats.transformers import tasks_of
+from turnout.package.formats.transformers_tasks import tasks_of
 from turnout.types import Task
 
 POOLED = ("sentence_embedding", "pooler_output", "embeddings", "text_embeds")

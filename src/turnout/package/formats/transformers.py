@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from turnout.package.facts import (
     Architecture,
     Artifact,
     ArtifactKind,
     CodeNeed,
+    FileRole,
     Finding,
-    Labels,
-    Recipe,
     Severity,
-    Strength,
-    TaskEvidence,
     TensorInventory,
 )
 from turnout.package.formats.context import Context, read_context
 from turnout.package.formats.pickle import read_pickle, unsafe_finding
 from turnout.package.formats.safetensors import read_safetensors
+from turnout.package.formats.transformers_tasks import tasks_of
 from turnout.package.scan import ReadError, Scan, join, parent_of
-from turnout.types import Task
 
-# Class-name endings of Transformers and the task each says (longest match first).
-SUFFIX_TASKS: tuple[tuple[str, str], ...] = (
-    ("ForSequenceClassification", Task.TEXT_CLASSIFICATION),
-    ("ForTokenClassification", Task.TOKEN_CLASSIFICATION),
-    ("ForQuestionAnswering", Task.QUESTION_ANSWERING),
-    ("ForMaskedLM", Task.FILL_MASK),
-    ("ForCausalLM", Task.TEXT_GENERATION),
-    ("LMHeadModel", Task.TEXT_GENERATION),
-    ("ForImageClassification", Task.IMAGE_CLASSIFICATION),
-    ("ForObjectDetection", Task.OBJECT_DETECTION),
-    ("ForSemanticSegmentation", Task.IMAGE_SEGMENTATION),
-    ("ForUniversalSegmentation", Task.IMAGE_SEGMENTATION),
-    ("ForDepthEstimation", Task.DEPTH_ESTIMATION),
-    ("ForAudioClassification", Task.AUDIO_CLASSIFICATION),
-    ("ForCTC", Task.ASR),
-    ("ForSpeechSeq2Seq", Task.ASR),
-    ("ForTextToWaveform", Task.TTS),
-    ("ForTextToSpeech", Task.TTS),
-    ("ForPrediction", Task.TIME_SERIES),
-)
-SPEECH = frozenset({"whisper", "speech_to_text", "moonshine", "speecht5", "kyutai_speech_to_text"})
-DECISION = frozenset({"decision_transformer", "trajectory_transformer"})
-SPEAKING = frozenset({"vits", "bark", "fastspeech2_conformer"})
+MAX_SHARDS = 4096
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHT_NAMES = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -81,9 +54,17 @@ def _is_model(scan: Scan, directory: str) -> bool:
         config = scan.json_object(join(directory, "config.json")) or {}
         if "model_type" not in config:
             return False  # a layer of a sentence-transformers package
-    if not _weights(scan, directory) or scan.has(join(directory, "adapter_config.json")):
+    if scan.has(join(directory, "adapter_config.json")) or not scan.has(join(directory, "config.json")):
         return False
-    return scan.has(join(directory, "config.json"))
+    return _weights(scan, directory) is not None or _only_weights_lack(scan, directory)
+
+
+def _only_weights_lack(scan: Scan, directory: str) -> bool:
+    """A package whose configuration names a model and that holds no weights or graph of any kind."""
+    config = scan.json_object(join(directory, "config.json")) or {}
+    if not (isinstance(config.get("model_type"), str) and isinstance(config.get("architectures"), list)):
+        return False
+    return not any(entry.role in (FileRole.WEIGHTS, FileRole.GRAPH) for entry in scan.entries.values())
 
 
 def _focused(scan: Scan, directory: str) -> bool:
@@ -95,6 +76,9 @@ def _focused(scan: Scan, directory: str) -> bool:
 
 def _weights(scan: Scan, directory: str) -> str | None:
     """Entry file of the weights in Transformers' order of search, None when there is none."""
+    named = _named_weights(scan, directory)
+    if named is not None:
+        return named
     for single, index in WEIGHT_NAMES:
         for name in (single, index):
             if scan.has(join(directory, name)):
@@ -103,11 +87,37 @@ def _weights(scan: Scan, directory: str) -> str | None:
     return loose[0] if loose else None
 
 
+def _check_named(scan: Scan, directory: str, artifact: Artifact) -> None:
+    """Says what is wrong with a name under ``transformers_weights``."""
+    name = (scan.json_object(join(directory, "config.json")) or {}).get("transformers_weights")
+    where = f"{join(directory, 'config.json')}#/transformers_weights"
+    try:
+        if isinstance(name, str) and not scan.has(scan.refer(directory, name)):
+            message = f"the weights `{name}` that the configuration names are not in the package"
+            artifact.findings.append(Finding("artifact.missing", Severity.ERROR, message, where, "absent", name))
+    except ReadError as error:
+        error.finding.path = where
+        artifact.findings.append(error.finding)
+
+
+def _named_weights(scan: Scan, directory: str) -> str | None:
+    """The file that config.json itself names under ``transformers_weights``, which comes before all others."""
+    name = (scan.json_object(join(directory, "config.json")) or {}).get("transformers_weights")
+    if not isinstance(name, str):
+        return None
+    try:
+        rel = scan.refer(directory, name)
+    except ReadError:
+        return None  # said by _check_named
+    return rel if scan.has(rel) else None
+
+
 def _artifact(scan: Scan, directory: str) -> Artifact:
     context = read_context(scan, directory)
     entry = _weights(scan, directory) or ""
     artifact = Artifact(f"transformers:{directory or '.'}", ArtifactKind.TRANSFORMERS, directory)
     artifact.files = list(context.files)
+    _check_named(scan, directory, artifact)
     _read_weights(scan, directory, entry, artifact)
     attach(artifact, context)
     _check_config(artifact, directory)
@@ -129,7 +139,7 @@ def attach(artifact: Artifact, context: Context) -> None:
     artifact.labels = context.labels
     artifact.recipe = context.recipe
     artifact.licence = context.licence
-    artifact.code = context.code
+    artifact.code = artifact.code if artifact.code is CodeNeed.FORBIDDEN else context.code
     artifact.findings += context.findings
     artifact.files += [f for f in context.files if f not in artifact.files]
     if context.architecture is not None:
@@ -140,25 +150,27 @@ def attach(artifact: Artifact, context: Context) -> None:
 
 
 def _read_weights(scan: Scan, directory: str, entry: str, artifact: Artifact) -> None:
-    if entry.endswith(".index.json"):
+    if not entry:
+        expected = "model.safetensors, pytorch_model.bin or an index of shards"
+        message = "the package has a configuration and no weights"
+        where = directory or "."
+        artifact.findings.append(Finding("artifact.missing", Severity.ERROR, message, where, "no weights", expected))
+    elif entry.endswith(".index.json"):
         _read_index(scan, directory, entry, artifact)
-    elif entry.endswith(".safetensors") and entry != join(directory, "model.safetensors"):
-        artifact.findings.append(
-            Finding(
-                "artifact.missing",
-                Severity.ERROR,
-                "safetensors files without an index are not found by loaders",
-                directory,
-                entry,
-                "model.safetensors or model.safetensors.index.json",
-            )
-        )
-        artifact.files.append(entry)
     elif entry.endswith(".safetensors"):
-        artifact.files.append(entry)
-        artifact.tensors = read_safetensors(scan, entry)
+        _read_single(scan, directory, entry, artifact)
     else:
         _read_torch(scan, entry, artifact)
+
+
+def _read_single(scan: Scan, directory: str, entry: str, artifact: Artifact) -> None:
+    artifact.files.append(entry)
+    if entry not in (join(directory, "model.safetensors"), _named_weights(scan, directory)):
+        message = "safetensors files without an index are not found by loaders"
+        expected = "model.safetensors or model.safetensors.index.json"
+        artifact.findings.append(Finding("artifact.missing", Severity.ERROR, message, directory, entry, expected))
+        return
+    artifact.tensors = read_safetensors(scan, entry)
 
 
 def _read_torch(scan: Scan, rel: str, artifact: Artifact) -> None:
@@ -174,6 +186,9 @@ def _read_torch(scan: Scan, rel: str, artifact: Artifact) -> None:
     if facts.unsafe:
         artifact.code = CodeNeed.FORBIDDEN
         artifact.findings.append(unsafe_finding(rel, facts.unsafe))
+    elif facts.form not in ("zip", "legacy"):
+        message = f"`{rel}` holds no table of weights"
+        artifact.findings.append(Finding("artifact.corrupt", Severity.ERROR, message, rel, facts.form, "a state dict"))
     artifact.tensors.shards.append(rel)
     artifact.tensors.problems += facts.inventory.problems
     artifact.tensors.tensors.update(facts.inventory.tensors)
@@ -190,7 +205,14 @@ def _read_index(scan: Scan, directory: str, entry: str, artifact: Artifact) -> N
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         artifact.findings.append(Finding("index.inconsistent", Severity.ERROR, f"`{entry}` has no weight map", entry))
         return
-    for name in dict.fromkeys(weight_map.values()):
+    shards = list(dict.fromkeys(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        message = f"`{entry}` names too many shards"
+        artifact.findings.append(
+            Finding("index.inconsistent", Severity.ERROR, message, entry, str(len(shards)), str(MAX_SHARDS))
+        )
+        return
+    for name in shards:
         _read_shard(scan, directory, entry, name, artifact)
     _compare_index(entry, directory, weight_map, artifact)
 
@@ -315,6 +337,9 @@ EMBEDDINGS = (
     "embed_in.weight",
     "shared.weight",
     "tok_embeddings.weight",
+    "token_embedding.weight",
+    "word_embedding.weight",
+    ".embeddings.weight",
 )
 
 
@@ -322,131 +347,3 @@ def embedding_rows(tensors: TensorInventory, architecture: Architecture | None) 
     """Rows of the token embedding, read from its tensor, else None."""
     rows = [t.shape[0] for n, t in tensors.tensors.items() if n.endswith(EMBEDDINGS) and len(t.shape) == 2]
     return max(rows) if rows else None
-
-
-# ---- tasks -------------------------------------------------------------------------------------
-
-
-def tasks_of(artifact: Artifact) -> None:
-    """Adds the tasks that the configuration declares, with the recipe each needs."""
-    architecture = artifact.architecture
-    if architecture is None:
-        return
-    source = f"{architecture.source}#/architectures"
-    automatic = [n for n in architecture.auto_map if n.startswith("AutoModel")]
-    for name in [*architecture.class_names, *automatic]:
-        for task in _class_tasks(name, artifact):
-            artifact.tasks.append(TaskEvidence(task, source, Strength.CONFIG, name))
-    _pooled(artifact)
-    _heads(artifact)
-    if Task.TEXT_GENERATION in artifact.task_ids() and any(t.valid for t in artifact.templates):
-        artifact.tasks.insert(0, TaskEvidence(Task.CHAT, artifact.templates[0].source, Strength.CONFIG))
-
-
-def _class_tasks(name: str, artifact: Artifact) -> list[str]:
-    kind = artifact.architecture.model_type if artifact.architecture else ""
-    for suffix, task in SUFFIX_TASKS:
-        if name.endswith(suffix):
-            return [task]
-    if kind in DECISION:
-        return [Task.DECISION]
-    if kind in SPEAKING:
-        return [Task.TTS]
-    if name.endswith("ForConditionalGeneration"):
-        return _conditional(kind, artifact)
-    return []
-
-
-def _conditional(kind: str, artifact: Artifact) -> list[str]:
-    assert artifact.architecture is not None
-    if kind in SPEECH:
-        return [Task.ASR]
-    if "vision_config" in artifact.architecture.sub:
-        return [Task.IMAGE_TEXT_TO_TEXT, Task.TEXT_GENERATION]
-    if "audio_config" in artifact.architecture.sub:
-        return [Task.ASR]
-    return [Task.TEXT2TEXT, Task.TRANSLATION, Task.SUMMARIZATION]
-
-
-def _pooled(artifact: Artifact) -> None:
-    """An encoder without a task head gives embeddings, if somebody says how to pool."""
-    architecture = artifact.architecture
-    assert architecture is not None
-    names = architecture.class_names
-    bare = bool(names) and all(n.endswith("Model") and not n.endswith("LMHeadModel") for n in names)
-    text = artifact.tokenizer is not None and architecture.model_type not in DECISION
-    if artifact.recipe is not None:
-        artifact.tasks.append(TaskEvidence(Task.EMBEDDINGS, artifact.recipe.source, Strength.CONFIG))
-    elif bare and text and not artifact.tasks:
-        artifact.tasks.append(TaskEvidence(Task.EMBEDDINGS, f"{architecture.source}#/architectures", Strength.DERIVED))
-        artifact.findings.append(
-            Finding(
-                "recipe.assumed",
-                Severity.WARNING,
-                "nothing says how hidden states become an embedding",
-                artifact.entry,
-                "no modules.json",
-                "a pooling recipe",
-            )
-        )
-
-
-def _heads(artifact: Artifact) -> None:
-    architecture = artifact.architecture
-    assert architecture is not None
-    kind, config, source = architecture.model_type, architecture.config, architecture.source
-    tasks = artifact.task_ids()
-    if Task.TEXT_CLASSIFICATION in tasks and _label_count(artifact) == 1:
-        # One score per pair is a reranker or a reward model; only a cross-encoder's own config says which.
-        if "sentence_transformers" in config or artifact.facts.get("cross_encoder"):
-            artifact.tasks.insert(0, TaskEvidence(Task.RERANK, source, Strength.CONFIG))
-        else:
-            artifact.tasks.append(TaskEvidence(Task.RERANK, source, Strength.DERIVED))
-    if Task.ASR in tasks:
-        artifact.recipe = _speech_recipe(artifact)
-    elif Task.TIME_SERIES in tasks:
-        artifact.recipe = _forecast_recipe(config, source)
-    elif kind in DECISION:
-        sizes = {n: config[n] for n in ("state_dim", "act_dim", "max_ep_len") if isinstance(config.get(n), int)}
-        artifact.recipe = Recipe("decision", sizes, source)
-
-
-def _label_count(artifact: Artifact) -> int:
-    labels: Labels | None = artifact.labels
-    if labels is not None:
-        return len(labels.names)
-    count = artifact.architecture.dims.get("num_labels") if artifact.architecture else None
-    return count if count is not None else 2
-
-
-def _speech_recipe(artifact: Artifact) -> Recipe:
-    architecture = artifact.architecture
-    assert architecture is not None
-    config = architecture.config
-    settings: dict[str, Any] = {}
-    for processor in artifact.processors:
-        settings |= {
-            k: processor.settings[k]
-            for k in ("sampling_rate", "feature_size", "do_normalize")
-            if k in processor.settings
-        }
-    if any(n.endswith("ForCTC") for n in architecture.class_names):
-        settings["blank"] = config.get("pad_token_id", 0)
-        settings["delimiter"] = "|"
-        return Recipe("ctc", settings, architecture.source)
-    settings |= {
-        k: config[k] for k in ("num_mel_bins", "decoder_start_token_id", "max_source_positions") if k in config
-    }
-    return Recipe(
-        "whisper" if architecture.model_type == "whisper" else "speech-seq2seq", settings, architecture.source
-    )
-
-
-def _forecast_recipe(config: dict[str, Any], source: str) -> Recipe:
-    context, lags = config.get("context_length"), config.get("lags_sequence")
-    settings: dict[str, Any] = {"context": context, "horizon": config.get("prediction_length"), "lags": lags}
-    settings["inputs"] = config.get("input_size", config.get("num_input_channels", 1))
-    if isinstance(context, int):
-        longest = max((n for n in lags if isinstance(n, int)), default=0) if isinstance(lags, list) else 0
-        settings["required_history"] = context + longest
-    return Recipe("forecast", settings, source)
