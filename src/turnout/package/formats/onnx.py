@@ -31,7 +31,7 @@ from turnout.types import Task
 
 # encoder / decoder graphs by name, with the variant that may follow (optimum, transformers.js).
 PAIR = re.compile(
-    r"(?P<role>encoder|decoder)(?:_model)?(?P<past>_with_past)?(?P<merged>_merged)?(?P<variant>[_.-].+)?\.onnx"
+    r"(?P<role>encoder|decoder)(?P<past>_with_past)?(?:_model)?(?P<merged>_merged)?(?P<variant>[_.-].+)?\.onnx"
 )
 VARIANT = re.compile(r"[_.-](quantized|int8|uint8|q4|q4f16|q8|fp16|float16|bnb4|int4|fp32)\.onnx$")
 QUANTIZED_OPS = {
