@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from turnout.package.facts import (
@@ -23,48 +24,14 @@ from turnout.package.formats.safetensors import read_safetensors
 from turnout.package.scan import ReadError, Scan, join
 from turnout.types import Task
 
-# Tuner kinds of peft 0.21 whose tensors are lora_A and lora_B pairs.
-LORA_LIKE = frozenset({"LORA", "ADALORA"})
+# Kinds that peft 0.21 has; a test compares them with the library. Older names stay known.
 KNOWN_TYPES = frozenset(
-    {
-        "ADALORA",
-        "ADAPTION_PROMPT",
-        "BOFT",
-        "BONE",
-        "C3A",
-        "CARTRIDGE",
-        "CPT",
-        "DELORA",
-        "FOURIERFT",
-        "GRALORA",
-        "HIRA",
-        "HRA",
-        "IA3",
-        "LILY",
-        "LN_TUNING",
-        "LOHA",
-        "LOKR",
-        "LORA",
-        "MISS",
-        "MULTITASK_PROMPT_TUNING",
-        "OFT",
-        "OSF",
-        "POLY",
-        "PREFIX_TUNING",
-        "PROMPT_TUNING",
-        "PSOFT",
-        "P_TUNING",
-        "PVERA",
-        "RANDLORA",
-        "ROAD",
-        "SHIRA",
-        "TINYLORA",
-        "TRAINABLE_TOKENS",
-        "VBLORA",
-        "VERA",
-        "WAVEFT",
-        "XLORA",
-    }
+    (
+        "ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT BONE C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD "
+        "GLORA GRALORA HIRA HRA IA3 LILY LN_TUNING LOHA LOKR LORA MISS MULTITASK_PROMPT_TUNING OFT OSF "
+        "PEANUT POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING RANDLORA ROAD SHADOW SHIRA "
+        "SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA VERA WAVEFT XLORA "
+    ).split()
 )
 TASKS = {
     "CAUSAL_LM": (Task.TEXT_GENERATION, Task.CHAT),
@@ -119,7 +86,7 @@ def _artifact(scan: Scan, directory: str, rel: str) -> Artifact:
     artifact.facts["dora"] = Fact(dora, f"{rel}#/use_dora", Strength.CONFIG)
     for task in TASKS.get(str(config.get("task_type")), (Task.TEXT_GENERATION,)):
         artifact.tasks.append(TaskEvidence(task, f"{rel}#/task_type", Strength.CONFIG))
-    if kind.upper() in LORA_LIKE:
+    if kind.upper() == "LORA":
         _check_rank(config, rel, artifact)
     base = _base(scan, directory, config, rel, artifact)
     if base is not None:
@@ -163,25 +130,31 @@ def _weights(scan: Scan, directory: str, artifact: Artifact) -> None:
 def _check_rank(config: dict[str, Any], rel: str, artifact: Artifact) -> None:
     """Rank of each lora_A [rank, in] and lora_B [out, rank] against the configured one."""
     rank, pattern = config.get("r"), config.get("rank_pattern") or {}
-    if not isinstance(rank, int):
+    if type(rank) is not int or not isinstance(pattern, dict):
         return
+    if any(re.search(r"[^\w.\-]", key) for key in pattern):
+        return  # patterns may be expressions, and those of a stranger are not evaluated
     for name, tensor in artifact.tensors.tensors.items():
-        if len(tensor.shape) != 2 or (".lora_A." not in name and ".lora_B." not in name):
+        module, side = _side(name)
+        if side is None or len(tensor.shape) != 2:
             continue
-        expected = next((r for key, r in pattern.items() if isinstance(r, int) and key in name), rank)
-        observed = tensor.shape[0] if ".lora_A." in name else tensor.shape[1]
+        own = (r for key, r in pattern.items() if type(r) is int and (module == key or module.endswith(f".{key}")))
+        expected = next(own, rank)
+        observed = tensor.shape[0] if side == "A" else tensor.shape[1]
         if observed != expected:
-            artifact.findings.append(
-                Finding(
-                    "adapter.base_mismatch",
-                    Severity.ERROR,
-                    f"`{name}` has another rank than the configuration",
-                    f"{rel}#/r",
-                    f"rank {observed}",
-                    f"rank {expected}",
-                )
-            )
+            message = f"`{name}` has another rank than the configuration"
+            _mismatch(artifact, message, f"rank {observed}", f"rank {expected}", f"{rel}#/r")
             return
+
+
+def _side(name: str) -> tuple[str, str | None]:
+    """Module of a LoRA tensor and which of the two it is; of an added token's or a head's, no side."""
+    found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight", name)
+    return (found[1], found[2]) if found else (name, None)
+
+
+def _mismatch(artifact: Artifact, message: str, observed: str, expected: str, path: str) -> None:
+    artifact.findings.append(Finding("adapter.base_mismatch", Severity.ERROR, message, path, observed, expected))
 
 
 def _base(scan: Scan, directory: str, config: dict[str, Any], rel: str, artifact: Artifact) -> TensorInventory | None:
@@ -218,7 +191,9 @@ def _local(scan: Scan, directory: str, name: str) -> str | None:
 def base_tensors(path: str, artifact: Artifact) -> TensorInventory | None:
     """Tensors of the Transformers directory at ``path``, from headers; gives the adapter its tokenizer,
     templates and architecture."""
-    base = next(iter(transformers.detect_in(Scan.of(path), "")), None)
+    # A name may be any directory of the machine; only one that holds a model is looked through.
+    known = os.path.isfile(os.path.join(path, "config.json"))
+    base = next(iter(transformers.detect_in(Scan.of(path), "")), None) if known else None
     if base is None:
         artifact.findings.append(
             Finding("adapter.base_missing", Severity.ERROR, f"`{path}` holds no Transformers model", path)
@@ -230,41 +205,59 @@ def base_tensors(path: str, artifact: Artifact) -> TensorInventory | None:
     return base.tensors
 
 
+# Families whose linear layers are stored [in, out] (Conv1D of Transformers).
+TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
 def compare_with_base(artifact: Artifact, base: TensorInventory) -> None:
-    """lora_A's input and lora_B's output width against the base's weight [out, in] of the same name."""
-    if not base.tensors:
-        return
+    """Input width of lora_A [rank, in] and output width of lora_B [out, rank] against the base's weight."""
+    config = artifact.facts["config"].value if "config" in artifact.facts else None
+    kind = artifact.architecture.model_type if artifact.architecture else ""
+    transposed = kind in TRANSPOSED or bool(isinstance(config, dict) and config.get("fan_in_fan_out"))
+    modules = _Modules(base)
+    absent: list[str] = []
+    matched = False
     for name, tensor in artifact.tensors.tensors.items():
-        side = ".lora_A." if ".lora_A." in name else ".lora_B." if ".lora_B." in name else None
-        if side is None or len(tensor.shape) != 2:
+        module, side = _side(name)
+        if side is None or len(tensor.shape) != 2 or not base.tensors:
             continue
-        module = name.split(side)[0].removeprefix("base_model.model.")
-        weight = base.tensors.get(f"{module}.weight")
-        if weight is None or len(weight.shape) != 2:
-            if weight is None and not any(n.startswith(f"{module}.") for n in base.tensors):
-                artifact.findings.append(
-                    Finding(
-                        "adapter.base_mismatch",
-                        Severity.ERROR,
-                        f"the base has no module `{module}`",
-                        artifact.entry,
-                        "absent",
-                        module,
-                    )
-                )
-                return
+        found = modules.find(module)
+        if found is None:
+            absent.append(module)
             continue
-        observed = tensor.shape[1] if side == ".lora_A." else tensor.shape[0]
-        expected = weight.shape[1] if side == ".lora_A." else weight.shape[0]
+        matched = True
+        weight = base.tensors.get(f"{found}.weight")
+        if weight is None or len(weight.shape) != 2 or weight.dtype not in FLOATS:
+            continue  # packed weights do not show their width
+        given, taken = reversed(weight.shape) if not transposed else weight.shape
+        observed, expected = (tensor.shape[1], given) if side == "A" else (tensor.shape[0], taken)
         if observed != expected:
-            artifact.findings.append(
-                Finding(
-                    "adapter.base_mismatch",
-                    Severity.ERROR,
-                    f"`{name}` does not fit the base's `{module}.weight`",
-                    artifact.entry,
-                    f"width {observed}",
-                    f"width {expected}",
-                )
-            )
+            message = f"`{name}` does not fit the base's `{found}.weight`"
+            _mismatch(artifact, message, f"width {observed}", f"width {expected}", artifact.entry)
             return
+    # Where nothing is found by name, the base may only be spelt otherwise; a kind of module it lacks is not.
+    lacking = next((m for m in absent if matched or not modules.has_kind(m)), None)
+    if lacking is not None:
+        _mismatch(artifact, f"the base has no module `{lacking}`", "absent", lacking, artifact.entry)
+
+
+class _Modules:
+    """Modules of a base by name, with or without the prefix by which a head's class holds its body."""
+
+    def __init__(self, base: TensorInventory) -> None:
+        self.names = {name.rpartition(".")[0] for name in base.tensors}
+        self.prefixes = {name.partition(".")[0] for name in self.names}
+        self.kinds = {".".join(name.split(".")[-2:]) for name in self.names}
+
+    def find(self, module: str) -> str | None:
+        """Name in the base of the adapter's ``module``, None when it has none."""
+        inner = module.partition(".")[2]
+        for name in (module, inner, *(f"{prefix}.{module}" for prefix in self.prefixes)):
+            if name in self.names:
+                return name
+        return None
+
+    def has_kind(self, module: str) -> bool:
+        """Whether any module of the base ends like ``module``, as in ``self_attn.q_proj``."""
+        return ".".join(module.split(".")[-2:]) in self.kinds
