@@ -282,3 +282,149 @@ def test_texts_that_do_not_fit_become_an_input_error(sentences: Path, tmp_path: 
     with pytest.raises(InputError) as caught:
         embed(case_of(package), ["w1 " * 100])
     assert caught.value.code == "runtime.failed"
+
+
+# ---- packages of other builds ------------------------------------------------------------------
+
+
+def pooled(folder: Path, text: str) -> np.ndarray:
+    mean: np.ndarray = hidden_states(folder / "bert", text).mean(0).numpy()
+    return mean
+
+
+def test_a_dense_layer_after_the_scaling_is_not_called_scaled(folder: Path, sentences: Path) -> None:
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling
+
+    torch.manual_seed(2)
+    dense = Dense(32, 8)
+    package = saved(folder, "dense_last", Pooling(32, "mean"), Normalize(), dense)
+    output = embed(case_of(package))
+    mean = torch.from_numpy(pooled(folder, TEXTS[0]))
+    with torch.inference_mode():
+        expected = torch.tanh(dense.linear(mean / mean.norm()))
+    np.testing.assert_allclose(output.vectors[0], expected.numpy(), atol=1e-5)
+    assert not output.normalized
+    scaled = embed(case_of(package, normalize=True))
+    assert scaled.normalized and scaled.recipe != output.recipe
+    np.testing.assert_allclose(np.linalg.norm(scaled.vectors, axis=1), 1, atol=1e-5)
+
+
+def test_modules_are_bound_before_the_load(dense: Path, tmp_path: Path) -> None:
+    evidence = BACKEND.dry_load(BACKEND.plan(case_of(dense)))
+    assert evidence.outcome is Outcome.PASS and evidence.binding is not None and evidence.binding.loaded == 39
+    shutil.copytree(dense, tmp_path / "m")
+    (tmp_path / "m/2_Dense/model.safetensors").unlink()
+    lost = BACKEND.dry_load(BACKEND.plan(case_of(tmp_path / "m")))
+    assert [(r.code, r.where) for r in lost.reasons] == [("tensor.missing", "2_Dense")]
+    narrow = edited(dense, tmp_path / "n", "2_Dense/config.json", lambda c: c.update(in_features=16))
+    save_file(
+        {"linear.weight": torch.zeros(8, 16), "linear.bias": torch.zeros(8)}, narrow / "2_Dense/model.safetensors"
+    )
+    torn = BACKEND.dry_load(BACKEND.plan(case_of(narrow))).reasons[0]
+    assert (torn.code, torn.observed, torn.expected) == ("recipe.conflict", "32", "16")
+
+
+def test_a_table_of_token_vectors_needs_no_transformer(folder: Path, sentences: Path, tmp_path: Path) -> None:
+    """A static embedding is the mean of rows; the package has neither config.json nor a pooling module."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
+    module = StaticEmbedding(tokenizer, embedding_dim=16)
+    SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "m"))
+    case = case_of(tmp_path / "m")
+    assert against(case) == {} and not case.artifact.findings
+    output = embed(case)
+    rows = load_file(tmp_path / "m/model.safetensors")["embedding.weight"]
+    ids = tokenizer(TEXTS[0], add_special_tokens=False).input_ids
+    np.testing.assert_allclose(output.vectors[0], rows[ids].mean(0).numpy(), atol=1e-6)
+    assert output.dimension == 16 and output.recipe.startswith("static-")
+    save_file({"embedding.weight": rows[:80].clone()}, tmp_path / "m/model.safetensors")
+    assert "tokenizer.id_out_of_range" in {f.code for f in case_of(tmp_path / "m").artifact.findings}
+
+
+def test_a_language_model_ranks_by_two_tokens(tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    hf.llama(tmp_path / "llama", template=None)
+    modules = [Transformer(str(tmp_path / "llama"), transformer_task="text-generation"), LogitScore(10, 11)]
+    CrossEncoder(modules=modules, device="cpu").save(str(tmp_path / "m"))
+    case = case_of(tmp_path / "m", Task.RERANK)
+    assert against(case) == {}
+    session = BACKEND.load(BACKEND.plan(case))
+    assert BACKEND.probe(session).outcome is Outcome.PASS
+    output = session.run(Request(Task.RERANK, {"query": "w1 w2", "documents": TEXTS}))
+    session.close()
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval(),
+        AutoTokenizer.from_pretrained(tmp_path / "llama"),
+    )
+    with torch.inference_mode():
+        last = [
+            model(**tokenizer("w1 w2", text, return_tensors="pt", return_token_type_ids=False)).logits[0, -1]
+            for text in TEXTS
+        ]
+    expected = [float(logits[10] - logits[11]) for logits in last]
+    assert {r.index: pytest.approx(r.score, abs=1e-4) for r in output.ranking} == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+def test_several_labels(labels: int, tmp_path: Path) -> None:
+    """Two labels give log-odds; of three none is known to be relevance."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    hf.encoder(tmp_path / "m", "BertForSequenceClassification", num_labels=labels)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"sentence_transformers": {"version": "5.0.0"}}))
+    case = case_of(tmp_path / "m", Task.RERANK)
+    if labels == 3:
+        assert against(case)["task.conflict"].observed == "3 labels"
+        with pytest.raises(LoadError):
+            BACKEND.load(BACKEND.plan(case))
+        return
+    session = BACKEND.load(BACKEND.plan(case))
+    inputs = {"query": "w1 w2", "documents": TEXTS}
+    output = session.run(Request(Task.RERANK, inputs))
+    scaled = session.run(Request(Task.RERANK, inputs, options={"normalize": True}))
+    session.close()
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "m").eval(),
+        AutoTokenizer.from_pretrained(tmp_path / "m"),
+    )
+    with torch.inference_mode():
+        logits = [model(**tokenizer("w1 w2", text, return_tensors="pt")).logits[0] for text in TEXTS]
+    expected = {i: float(pair[1] - pair[0]) for i, pair in enumerate(logits)}
+    assert {r.index: pytest.approx(r.score, abs=1e-5) for r in output.ranking} == expected
+    assert all(0 < r.score < 1 for r in scaled.ranking)
+    assert [r.index for r in scaled.ranking] == [r.index for r in output.ranking]
+
+
+def test_a_module_of_the_package_runs_once_it_is_trusted(sentences: Path, tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "class Halve(torch.nn.Module):\n"
+        "    def forward(self, features, **_):\n"
+        "        features['sentence_embedding'] = features['sentence_embedding'] / 2\n"
+        "        return features\n"
+        "    def save(self, *_, **__): pass\n"
+        "    @classmethod\n"
+        "    def load(cls, path): return cls()\n"
+    )
+    package = edited(sentences, tmp_path / "m", "modules.json", lambda m: m[-1].update(type="my_module.Halve"))
+    (package / "my_module.py").write_text(code)
+    with pytest.raises(LoadError) as caught:
+        BACKEND.load(BACKEND.plan(case_of(package)))
+    assert caught.value.code == "code.required"
+    output = embed(case_of(package, trust_remote_code=True))
+    np.testing.assert_allclose(output.vectors[0], pooled(sentences.parent, TEXTS[0]) / 2, atol=1e-5)
+    assert not output.normalized and output.recipe.startswith("modules-")
+
+
+def test_unknown_request_options_are_refused(sentences: Path) -> None:
+    with pytest.raises(InputError, match="nonsense"):
+        embed(case_of(sentences), nonsense=1)

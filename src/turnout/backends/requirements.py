@@ -316,6 +316,8 @@ def _head_missing(case: Case) -> bool:
         return False
     if artifact.kind not in (ArtifactKind.TRANSFORMERS, ArtifactKind.SENTENCE_TRANSFORMERS):
         return False
+    if any(c.role in ("LogitScore", "Dense") for c in artifact.components):
+        return False  # a cross-encoder may score by the language model's head, or by a layer of its own
     parts = {part for name in artifact.tensors.tensors for part in name.split(".")[:3]}
     return parts.isdisjoint(HEAD_NAMES)
 
@@ -352,7 +354,8 @@ def _parts(case: Case) -> list[Requirement]:
                 remedies=[_set("tokenizer", "PATH", "name a tokenizer", numerics=True)],
             )
         )
-    if task == Task.EMBEDDINGS and artifact.recipe is None and "pooling" not in options:
+    of_its_own = artifact.kind is ArtifactKind.SENTENCE_TRANSFORMERS and artifact.code is CodeNeed.REQUIRED
+    if task == Task.EMBEDDINGS and artifact.recipe is None and "pooling" not in options and not of_its_own:
         found.append(
             unmet(
                 Kind.RECIPE,

@@ -26,40 +26,49 @@ from turnout.backends.base import (
     Remedy,
     Requirement,
     Session,
+    State,
     failed,
     met,
     passed,
     unmet,
 )
 from turnout.backends.requirements import truthy
+from turnout.backends.sentence_transformers_modules import (
+    bind_modules,
+    has_transformer,
+    inner_task,
+    module_class,
+    recipe_of,
+    said,
+)
 from turnout.backends.transformers import TransformersBackend
 from turnout.backends.transformers_requirements import dtype_option
 from turnout.errors import InputError, LoadError
 from turnout.package.facts import Artifact, ArtifactKind, CodeNeed
 from turnout.tasks.contract import EmbeddingsOutput, RankedDocument, RankingOutput
-from turnout.tasks.language import pooling_recipe
+from turnout.tasks.language import sigmoid
 from turnout.types import Request, Task
 
 DISTRIBUTIONS = ("sentence-transformers", "transformers", "torch")
 OPTIONS = frozenset({"normalize", "max_length", "trust_remote_code", "dtype", "allow_unexpected"})
+REQUEST_OPTIONS = {Task.EMBEDDINGS: ("prompt_name",), Task.RERANK: ("normalize",)}
 
 
 def module_known(path: str) -> bool:
-    """Whether ``package.module.Class`` can be imported from the library."""
-    import warnings
-
-    module, _, name = path.rpartition(".")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the place that most packages name
-            return hasattr(__import__(module, fromlist=[name]), name)
-    except (ImportError, ValueError):
-        return False
+    """Whether ``package.module.Class`` is a class of the library."""
+    return module_class(path) is not None
 
 
 def _kind(artifact: Artifact) -> str:
     fact = artifact.facts.get("model_type")
     return str(fact.value) if fact else "SentenceTransformer"
+
+
+def _labels(artifact: Artifact) -> int:
+    """Labels of a classifier, as its configuration tells them; two where it does not (the library's default)."""
+    config = artifact.architecture.config if artifact.architecture else {}
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels") or 2)
 
 
 def _inner(case: Case) -> Case:
@@ -69,8 +78,7 @@ def _inner(case: Case) -> Case:
     if recipe is not None:
         recipe = replace(recipe, settings={k: v for k, v in recipe.settings.items() if k != "dense"})
     artifact = replace(case.artifact, kind=ArtifactKind.TRANSFORMERS, entry=entry, recipe=recipe)
-    task = Task.RERANK if case.task == Task.RERANK else Task.EMBEDDINGS
-    return replace(case, artifact=artifact, task=task)
+    return replace(case, artifact=artifact, task=inner_task(case))
 
 
 def _options(case: Case) -> list[Requirement]:
@@ -129,8 +137,13 @@ class SentenceSession:
         """Vectors or a ranking. Raises ``InputError`` for texts that do not fit."""
         if self.model is None:
             raise LoadError("the session is closed")
+        taken = REQUEST_OPTIONS[Task(request.task)]
+        for name in request.options:
+            if name not in taken:
+                raise InputError(f"`{request.task}` takes no `{name}` here", hints=[f"it takes: {taken[0]}"])
         if request.task == Task.RERANK:
-            return self._rank(str(request.inputs["query"]), list(request.inputs["documents"]))
+            scores = self._scores(str(request.inputs["query"]), list(request.inputs["documents"]))
+            return self._ranking(scores, truthy(request.options.get("normalize")))
         return self._embed(list(request.inputs["texts"]), request.options.get("prompt_name"))
 
     def _embed(self, texts: list[str], prompt_name: str | None) -> EmbeddingsOutput:
@@ -150,7 +163,9 @@ class SentenceSession:
         vectors = np.asarray(vectors, np.float32)
         return EmbeddingsOutput(vectors, int(vectors.shape[1]), wanted, self.recipe.id)
 
-    def _rank(self, query: str, documents: list[str]) -> RankingOutput:
+    def _scores(self, query: str, documents: list[str]) -> Any:
+        """Logits [documents]; of two labels the log-odds of the second."""
+        import numpy as np
         import torch
 
         # Raw logits: the contract's score kind; the order is the same under any monotone activation.
@@ -159,7 +174,13 @@ class SentenceSession:
             scores = self.model.predict(pairs, activation_fn=torch.nn.Identity(), show_progress_bar=False)
         except (RuntimeError, IndexError, ValueError) as error:
             raise _failed_run(error) from None
-        ranked = sorted(enumerate(float(s) for s in scores), key=lambda pair: -pair[1])
+        scores = np.asarray(scores, np.float32)
+        return scores[:, 1] - scores[:, 0] if scores.ndim == 2 else scores
+
+    def _ranking(self, scores: Any, scaled: bool) -> RankingOutput:
+        if scaled:
+            scores = sigmoid(scores)
+        ranked = sorted(enumerate(float(score) for score in scores), key=lambda pair: (-pair[1], pair[0]))
         return RankingOutput([RankedDocument(index, score) for index, score in ranked])
 
     def close(self) -> None:
@@ -168,13 +189,7 @@ class SentenceSession:
 
 
 def _failed_run(error: Exception) -> InputError:
-    return InputError(f"the model cannot run these texts: {_said(error)}", code="runtime.failed")
-
-
-def _said(error: Exception) -> str:
-    """First line of the library's message, with the next where it only announces one."""
-    lines = [line.strip() for line in str(error).replace("\\n", "\n").replace("\\t", " ").splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300] if lines else repr(error)
+    return InputError(f"the model cannot run these texts: {said(error)}", code="runtime.failed")
 
 
 class SentenceTransformersBackend:
@@ -228,7 +243,8 @@ class SentenceTransformersBackend:
                 )
         found += self._kind_fits(case)
         found += _options(case)
-        found += [r for r in TransformersBackend().requirements(_inner(case)) if r.kind is not Kind.OPTION]
+        if has_transformer(artifact):
+            found += [r for r in TransformersBackend().requirements(_inner(case)) if r.kind is not Kind.OPTION]
         return found or [met("modules", Kind.COMPONENT, entry)]
 
     def _kind_fits(self, case: Case) -> list[Requirement]:
@@ -244,8 +260,23 @@ class SentenceTransformersBackend:
                     where=case.artifact.entry,
                 )
             ]
-        if kind == "SentenceTransformer" and case.artifact.recipe is None and case.artifact.code is CodeNeed.NONE:
-            return [unmet(Kind.RECIPE, "recipe.missing", "no module of the package pools", where=case.artifact.entry)]
+        artifact = case.artifact
+        broken = any(f.code == "component.missing" for f in artifact.findings)
+        if kind == "SentenceTransformer" and artifact.recipe is None and artifact.code is CodeNeed.NONE and not broken:
+            where = f"{artifact.entry}/modules.json".lstrip("/")
+            return [unmet(Kind.RECIPE, "recipe.missing", "modules.json has no pooling module", where=where)]
+        labels = _labels(artifact)
+        if case.task == Task.RERANK and inner_task(case) == Task.RERANK and labels > 2:
+            return [
+                unmet(
+                    Kind.TASK_HEAD,
+                    "task.conflict",
+                    f"a head with {labels} labels does not say which one is relevance",
+                    observed=f"{labels} labels",
+                    expected="1 or 2 labels",
+                    where=case.artifact.entry,
+                )
+            ]
         return [met("kind", Kind.TASK_HEAD, kind)]
 
     def inquire(self, case: Case) -> list[Evidence]:
@@ -255,18 +286,30 @@ class SentenceTransformersBackend:
     def plan(self, case: Case) -> LoadPlan:
         """The class that the package's own configuration names."""
         dtype = str(case.options.get("dtype") or "float32")
-        recipe = pooling_recipe(case.artifact, case.options).id if case.artifact.recipe else ""
-        return LoadPlan(
-            case, self.name, f"sentence_transformers.{_kind(case.artifact)}", dtype, case.artifact.files, recipe
-        )
+        recipe = recipe_of(case)
+        implementation = f"sentence_transformers.{_kind(case.artifact)}"
+        return LoadPlan(case, self.name, implementation, dtype, case.artifact.files, recipe.id if recipe else "")
 
     def dry_load(self, plan: LoadPlan) -> Evidence:
-        """Binds the inner transformer on the meta device: names and shapes, no values."""
-        inner = TransformersBackend()
-        return inner.dry_load(inner.plan(_inner(plan.case)))
+        """Binds the transformer on the meta device by name and shape, and really builds the other modules."""
+        case = plan.case
+        evidence = passed(EvidenceLevel.DRY_LOADED, binding=BindingReport())
+        if has_transformer(case.artifact):
+            inner = TransformersBackend()
+            evidence = inner.dry_load(inner.plan(_inner(case)))
+        loaded, reasons = bind_modules(case)
+        if reasons:
+            evidence.outcome = Outcome.FAIL
+            evidence.reasons += reasons
+        if evidence.binding is not None:
+            evidence.binding.loaded += loaded
+        return evidence
 
     def load(self, plan: LoadPlan) -> Session:
         """Binds first, then loads. Raises ``LoadError`` for a tensor that no file holds."""
+        refused = next((r for r in self.requirements(plan.case) if r.state is State.UNMET), None)
+        if refused is not None and refused.reason is not None:
+            raise LoadError(refused.reason.message, code=refused.reason.code)
         bound = self.dry_load(plan)
         if bound.outcome is not Outcome.PASS:
             reason = bound.reasons[0]
@@ -285,11 +328,10 @@ class SentenceTransformersBackend:
                 model_kwargs={"dtype": getattr(torch, plan.dtype)},
             )
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, AttributeError) as error:
-            raise LoadError(f"sentence-transformers cannot load it: {_said(error)}") from None
+            raise LoadError(f"sentence-transformers cannot load it: {said(error)}") from None
         if case.options.get("max_length"):
             model.max_seq_length = int(case.options["max_length"])
-        recipe = pooling_recipe(case.artifact, case.options) if case.artifact.recipe else None
-        return SentenceSession(plan, plan.dtype, model, recipe, bound.binding or BindingReport())
+        return SentenceSession(plan, plan.dtype, model, recipe_of(case), bound.binding or BindingReport())
 
     def probe(self, session: Session) -> Evidence:
         """Two texts of different length: finite numbers of the promised width, the same alone as together."""

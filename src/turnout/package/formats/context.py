@@ -398,8 +398,9 @@ def pooling_recipe(scan: Scan, directory: str, findings: list[Finding]) -> Recip
             settings |= _pooling(scan, directory, str(module.get("path", "")), findings)
         elif kind.endswith(".Normalize"):
             settings["normalize"] = True
-        elif kind.endswith(".Dense"):
-            settings["dense"] = str(module.get("path", ""))
+        elif not kind.endswith((".Transformer", ".Dropout")):
+            # A layer of its own weights; what it gives has another length than what went in.
+            settings["dense"], settings["normalize"] = str(module.get("path") or kind), False
     if "pooling" not in settings:
         return None
     settings.setdefault("normalize", False)

@@ -12,6 +12,7 @@ from turnout.package.facts import (
     Component,
     Fact,
     Finding,
+    Recipe,
     Severity,
     Status,
     Strength,
@@ -19,10 +20,12 @@ from turnout.package.facts import (
 )
 from turnout.package.formats import transformers
 from turnout.package.formats.context import pooling_recipe, read_context
+from turnout.package.formats.safetensors import read_safetensors
 from turnout.package.scan import ReadError, Scan, join, parent_of
 from turnout.types import Task
 
 LIBRARY = "sentence_transformers."
+STATIC = "StaticEmbedding"  # a table of token vectors whose mean is the text's vector
 MAIN = "config_sentence_transformers.json"
 
 
@@ -57,9 +60,12 @@ def _artifact(scan: Scan, directory: str) -> Artifact:
     artifact = Artifact(f"sentence_transformers:{directory or '.'}", ArtifactKind.SENTENCE_TRANSFORMERS, directory)
     artifact.facts["model_type"] = Fact(kind, join(directory, MAIN), Strength.CONFIG)
     inner = _modules(scan, directory, artifact)
-    _take_inner(scan, inner, artifact)
     findings: list[Finding] = []
-    artifact.recipe = pooling_recipe(scan, directory, findings)
+    if artifact.components and artifact.components[0].role == STATIC:
+        _take_static(scan, inner, artifact)
+    else:
+        _take_inner(scan, inner, artifact)
+        artifact.recipe = pooling_recipe(scan, directory, findings)
     artifact.findings += [f for f in findings if f not in artifact.findings]
     _check_recipe(artifact, directory, kind)
     for name in ("modules.json", MAIN, "sentence_bert_config.json"):
@@ -89,7 +95,7 @@ def _modules(scan: Scan, directory: str, artifact: Artifact) -> str:
     for module in modules:
         if isinstance(module, dict):
             place = _module(scan, directory, module, artifact)
-            if str(module.get("type", "")).endswith(".Transformer") and place is not None:
+            if str(module.get("type", "")).endswith((".Transformer", f".{STATIC}")) and place is not None:
                 inner = place
     return inner
 
@@ -186,6 +192,32 @@ def _take_inner(scan: Scan, inner: str, artifact: Artifact) -> None:
     artifact.depends_on.append(ArtifactRef("transformer", found.id, resolved=True))
 
 
+def _take_static(scan: Scan, inner: str, artifact: Artifact) -> None:
+    """Takes the table and the tokenizer of a model without transformer; its recipe is part of the module."""
+    context = read_context(scan, inner)
+    transformers.attach(artifact, context)
+    rel = join(inner, "model.safetensors")
+    if not scan.has(rel):
+        message = "the table of token vectors is not here"
+        artifact.findings.append(Finding("artifact.missing", Severity.ERROR, message, rel, "absent", rel))
+        return
+    artifact.tensors = read_safetensors(scan, rel)
+    artifact.files.append(rel)
+    table = artifact.tensors.tensors.get("embedding.weight") or artifact.tensors.tensors.get("embeddings")
+    rows = table.shape[0] if table is not None and len(table.shape) == 2 else 0
+    largest = artifact.tokenizer.max_id if artifact.tokenizer else None
+    if rows and largest is not None and largest >= rows:
+        message = "the tokenizer gives ids that the table has no row for"
+        artifact.findings.append(
+            Finding("tokenizer.id_out_of_range", Severity.ERROR, message, rel, f"id {largest}", f"{rows} rows")
+        )
+    roles = [c.role for c in artifact.components]
+    settings = {"modules": roles, "normalize": roles[-1] == "Normalize"}
+    if table is not None:
+        settings["dimension"] = table.shape[-1]
+    artifact.recipe = Recipe("static", settings, rel, Strength.CONFIG)
+
+
 def _check_recipe(artifact: Artifact, directory: str, kind: str) -> None:
     if kind != "SentenceTransformer":
         return
@@ -198,7 +230,7 @@ def _check_recipe(artifact: Artifact, directory: str, kind: str) -> None:
                 Finding("recipe.missing", Severity.ERROR, "modules.json has no pooling module", rel)
             )
         return
-    dimension = artifact.recipe.settings.get("dimension")
+    dimension = artifact.recipe.settings.get("dimension") if artifact.recipe.kind == "pooling" else None
     width = artifact.architecture.dims.get("hidden_size") if artifact.architecture else None
     known = any(f.code == "recipe.conflict" for f in artifact.findings)
     if dimension is not None and width is not None and dimension != width and not known:
