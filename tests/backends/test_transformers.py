@@ -173,7 +173,7 @@ def test_index_that_omits_a_shard(llama: Path, tmp_path: Path) -> None:
         ),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "dependency.missing", "not installed", "install"),
         ({"quantization_config": {"quant_method": "nvfp4"}}, "quantization.unsupported", "nvfp4", None),
-        ({"model_type": "no-such-type"}, "architecture.unknown", "no-such-type", None),
+        ({"model_type": "no-such-type"}, "architecture.unknown", "no-such-type", "upgrade"),
         (
             {"model_type": "no-such-type", "auto_map": {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}},
             "code.required",
