@@ -18,6 +18,7 @@ from turnout.package.facts import (
     Strength,
     TaskEvidence,
     TensorInfo,
+    TensorInventory,
 )
 from turnout.package.formats.pickle import read_pickle, unsafe_finding
 from turnout.package.formats.safetensors import read_safetensors
@@ -28,10 +29,10 @@ INDEX = "model_index.json"
 WEIGHTS = ("diffusion_pytorch_model", "model", "pytorch_model")
 # Tensor-name beginnings by which original single-file checkpoints are told apart.
 SINGLE_FILE = {
-    "stable-diffusion": "model.diffusion_model.input_blocks.",
-    "stable-diffusion-xl": "conditioner.embedders.1.",
-    "flux": "double_blocks.0.",
-    "stable-diffusion-3": "model.diffusion_model.joint_blocks.",
+    "stable-diffusion-xl": ("conditioner.embedders.1.",),
+    "stable-diffusion-3": ("model.diffusion_model.joint_blocks.",),
+    "flux": ("double_blocks.0.", "model.diffusion_model.double_blocks.0."),
+    "stable-diffusion": ("model.diffusion_model.input_blocks.",),
 }
 IMAGE_TO_IMAGE = re.compile(r"Img2Img|Inpaint|ImageToImage|Edit|Upscale")
 
@@ -99,7 +100,18 @@ def _needs_code(artifact: Artifact, message: str, path: str, observed: str) -> N
 
 def _component(scan: Scan, directory: str, role: str, value: list[Any], artifact: Artifact, variants: set[str]) -> None:
     library, name = value
-    place = join(directory, role)
+    if not all(part is None or isinstance(part, str) for part in value):
+        where = join(directory, INDEX)
+        message = f"the component `{role}` is not named by a library and a class"
+        artifact.findings.append(
+            Finding("config.invalid", Severity.ERROR, message, where, str(value)[:80], "two texts")
+        )
+        return
+    try:
+        place = scan.refer(directory, role)
+    except ReadError as error:
+        artifact.findings.append(error.finding)
+        return
     component = Component(role, Status.PRESENT, library, name, place)
     artifact.components.append(component)
     if library is None or name is None:
@@ -132,6 +144,8 @@ def _weights(scan: Scan, component: Component, artifact: Artifact, variants: set
     config = join(component.path, "config.json")
     if not scan.has(config):
         return
+    for rel in scan.glob("*.index*.json", component.path):
+        _check_index(scan, rel, artifact)
     plain, variant_files = _find_weights(scan, component.path)
     if plain:
         for rel in plain:
@@ -153,6 +167,25 @@ def _weights(scan: Scan, component: Component, artifact: Artifact, variants: set
             "diffusion_pytorch_model.safetensors or model.safetensors",
         )
     )
+
+
+def _check_index(scan: Scan, rel: str, artifact: Artifact) -> None:
+    """Shards that an index names and that are absent or outside the package."""
+    index = scan.json_object(rel) or {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        artifact.findings.append(Finding("index.inconsistent", Severity.ERROR, f"`{rel}` has no weight map", rel))
+        return
+    for name in dict.fromkeys(weight_map.values()):
+        try:
+            shard = scan.refer(parent_of(rel), name)
+        except ReadError as error:
+            artifact.findings.append(error.finding)
+            return
+        if not scan.has(shard):
+            message = f"shard `{name}` of `{rel}` is not in the package"
+            artifact.findings.append(Finding("artifact.shard_missing", Severity.ERROR, message, shard, name, "present"))
+            return
 
 
 def _find_weights(scan: Scan, place: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -207,20 +240,38 @@ def _recipe(scan: Scan, directory: str, pipeline: str, rel: str) -> Recipe:
 
 def _single_files(scan: Scan, claimed: set[str]) -> list[Artifact]:
     found = []
-    for rel in scan.glob("*.safetensors"):
+    for rel in [*scan.glob("*.safetensors"), *scan.glob("*.ckpt")]:
         if rel in claimed or not scan.wanted(rel) or scan.has(join(parent_of(rel), "config.json")):
             continue
-        inventory = read_safetensors(scan, rel)
-        family = next(
-            (f for f, prefix in SINGLE_FILE.items() if any(n.startswith(prefix) for n in inventory.tensors)), None
-        )
-        kind = ArtifactKind.DIFFUSERS_SINGLE_FILE if family else ArtifactKind.SAFETENSORS
         if scan.has(join(parent_of(rel), "adapter_config.json")) or scan.glob("*.index.json", parent_of(rel)):
             continue
+        inventory = read_safetensors(scan, rel) if rel.endswith(".safetensors") else _of_torch(scan, rel)
+        family, source = _family(inventory)
+        if not family and rel.endswith(".ckpt"):
+            continue  # a torch file of some other kind
+        kind = ArtifactKind.DIFFUSERS_SINGLE_FILE if family else ArtifactKind.SAFETENSORS
         artifact = Artifact(f"{kind}:{rel}", kind, rel, [rel], inventory, size_bytes=scan.size_of([rel]))
         if family:
-            artifact.facts["family"] = Fact(family, f"tensor:{SINGLE_FILE[family]}", Strength.HEADER)
-            artifact.tasks = [TaskEvidence(Task.TEXT_TO_IMAGE, f"tensor:{SINGLE_FILE[family]}", Strength.HEADER)]
+            artifact.facts["family"] = Fact(family, source, Strength.HEADER)
+            artifact.tasks = [TaskEvidence(Task.TEXT_TO_IMAGE, source, Strength.HEADER)]
         claimed.add(rel)
         found.append(artifact)
     return found
+
+
+def _of_torch(scan: Scan, rel: str) -> TensorInventory:
+    """Tensors of a checkpoint that is safe to load, else none (the reader of torch files says why)."""
+    try:
+        facts = read_pickle(scan, rel)
+    except ReadError:
+        return TensorInventory()
+    return facts.inventory if facts is not None and not facts.unsafe else TensorInventory()
+
+
+def _family(inventory: TensorInventory) -> tuple[str, str]:
+    """Family of a single-file checkpoint and the tensor that tells, both empty when it is none."""
+    for family, prefixes in SINGLE_FILE.items():
+        name = next((n for n in inventory.tensors if n.startswith(prefixes)), None)
+        if name is not None:
+            return family, f"tensor:{name}"
+    return "", ""
