@@ -157,7 +157,7 @@ class _Parser:
     def _port(self) -> None:
         kind = self._layer.get("type")
         if kind == "Parameter" and "output" in self._path:
-            dtype = self._data.get("element_type") or self._precision.lower()
+            dtype = self._data.get("element_type") or _spelled(self._precision)
             name = (self._names or self._layer.get("name", "")).split(",")[0]
             self.net.graph.inputs.append(GraphPort(name, dtype, list(self._dims)))
         elif kind == "Result" and "input" in self._path:
@@ -166,7 +166,12 @@ class _Parser:
                 .split(",")[0]
                 .removesuffix("/sink_port_0")
             )
-            self.net.graph.outputs.append(GraphPort(name, self._precision.lower(), list(self._dims)))
+            self.net.graph.outputs.append(GraphPort(name, _spelled(self._precision), list(self._dims)))
+
+
+def _spelled(precision: str) -> str:
+    """A port's precision (FP32, I64) as layers spell element types (f32, i64)."""
+    return precision.lower().replace("fp", "f", 1)
 
 
 def read_net(scan: Scan, rel: str) -> Net:

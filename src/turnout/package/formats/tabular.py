@@ -35,8 +35,8 @@ def detect(scan: Scan) -> list[Artifact]:
     readers = {
         ".json": _xgboost_json,
         ".ubj": _xgboost_ubj,
-        ".model": _xgboost_any,
-        ".xgb": _xgboost_any,
+        ".model": _booster,
+        ".xgb": _booster,
         ".txt": _lightgbm,
         ".lgb": _lightgbm,
         ".cbm": _catboost,
@@ -96,11 +96,14 @@ def _xgboost_ubj(scan: Scan, rel: str) -> Artifact | None:
     return _xgboost(rel, value)
 
 
-def _xgboost_any(scan: Scan, rel: str) -> Artifact | None:
-    head = scan.head(rel, 16)
-    if head.startswith(b"{L\0\0\0\0\0\0\0\x07learner"[:12]):
+def _booster(scan: Scan, rel: str) -> Artifact | None:
+    """A file under an ending that both libraries use."""
+    head = scan.head(rel, 32)
+    if head.startswith(b"{L\0\0\0\0\0\0\0\x07learner"):
         return _xgboost_ubj(scan, rel)
-    return _xgboost_json(scan, rel) if head.lstrip()[:1] == b"{" else None
+    if head.lstrip()[:1] == b"{":
+        return _xgboost_json(scan, rel)
+    return _lightgbm(scan, rel)
 
 
 def _xgboost(rel: str, value: dict[str, Any]) -> Artifact:
