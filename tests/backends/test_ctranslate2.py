@@ -185,3 +185,104 @@ def test_a_vocabulary_of_another_size_is_refused(decoder: Path, tmp_path: Path) 
     (tmp_path / "m/vocabulary.json").write_text(json.dumps(words[:-3]))
     (finding,) = case_of(tmp_path / "m").artifact.findings  # the library itself loads it
     assert (finding.code, finding.observed, finding.expected) == ("component.invalid", "97 words", "100 words")
+
+
+# ---- streaming, ends, vectors ------------------------------------------------------------------
+
+
+def test_pieces_come_while_the_model_runs(decoder: Path) -> None:
+    """A stop text ends the computation, it does not only cut the answer."""
+    session = BACKEND.load(BACKEND.plan(case_of(decoder)))
+    said: list[str] = []
+    whole = session.run(Request(Task.TEXT_GENERATION, {"prompt": PROMPT}, Sampling(max_tokens=12)), said.append)
+    assert len(said) > 2 and "".join(said) == whole.text
+    stop = whole.text.split()[2]
+    cut = session.run(Request(Task.TEXT_GENERATION, {"prompt": PROMPT}, Sampling(max_tokens=12, stop=(stop,))))
+    assert cut.completion_tokens < whole.completion_tokens == 12
+    session.close()
+
+
+def test_every_end_token_of_the_package_ends_the_text(decoder: Path, tmp_path: Path) -> None:
+    whole = text(case_of(decoder), {"prompt": PROMPT}, max_tokens=8)
+    assert whole.finish_reason == "length"
+    third = hf.VOCABULARY.index(whole.text.split()[2])
+    shutil.copytree(decoder, tmp_path / "m")
+    (tmp_path / "m/generation_config.json").write_text(json.dumps({"eos_token_id": [3, third]}))
+    output = text(case_of(tmp_path / "m"), {"prompt": PROMPT}, max_tokens=8)
+    assert output.finish_reason == "stop" and output.text.split() == whole.text.split()[: output.completion_tokens]
+    assert output.completion_tokens <= 2
+
+
+def test_a_long_text_is_not_cut_in_silence(translator: Path) -> None:
+    """The library's own default reads 1024 tokens of a text and drops the rest."""
+    case = case_of(translator, Task.TRANSLATION)
+    long = " ".join(f"w{i * 7 % 90}" for i in range(1100))
+    ours = text(case, {"text": long}, max_tokens=8)
+    assert ours.prompt_tokens == 1100
+    assert ours.text == generated(translator.parent / "whole", "T5ForConditionalGeneration", long, 8)
+
+
+def test_a_start_token_that_depends_on_the_text(translator: Path, tmp_path: Path) -> None:
+    shutil.copytree(translator, tmp_path / "m")
+    settings = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(settings | {"decoder_start_token": None}))
+    case = case_of(tmp_path / "m", Task.TRANSLATION)
+    assert against(case)["recipe.missing"].observed == "no decoder_start_token"
+    with pytest.raises(LoadError) as caught:
+        BACKEND.load(BACKEND.plan(case))
+    assert caught.value.code == "recipe.missing"
+
+
+def test_the_tokenizer_of_another_model(decoder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({f"v{i}": i for i in range(50)}, unk_token="v0")).save(str(tmp_path / "tokenizer.json"))
+    found = against(case_of(decoder, tokenizer=str(tmp_path / "tokenizer.json")))["component.invalid"]
+    assert "50 of the tokenizer's 50 tokens" in (found.reason.message if found.reason else "")
+
+
+def test_options_of_other_backends(decoder: Path) -> None:
+    assert against(case_of(decoder, variant="fp16"))["option.unsupported"].observed == "variant"
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT, converted by CTranslate2 from Transformers."""
+    import ctranslate2
+
+    folder = tmp_path_factory.mktemp("encoder")
+    hf.encoder(folder / "whole", position_embedding_type="absolute")  # the converter still asks for it
+    copied = ["tokenizer.json", "tokenizer_config.json"]
+    ctranslate2.converters.TransformersConverter(str(folder / "whole"), copy_files=copied).convert(
+        str(folder / "model")
+    )
+    return folder / "model"
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_are_those_of_transformers(pooling: str, encoder: Path) -> None:
+    import numpy as np
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    case = case_of(encoder, Task.EMBEDDINGS, pooling=pooling)
+    assert against(case) == {} and not case.artifact.findings
+    session = BACKEND.load(BACKEND.plan(case))
+    assert BACKEND.probe(session).outcome is Outcome.PASS
+    texts = ["w1 w2 w3 w4 w5", "w9", "w7 w7"]
+    output = session.run(Request(Task.EMBEDDINGS, {"texts": texts}))
+    session.close()
+    assert output.recipe == session.plan.recipe and not output.normalized
+    model, tokenizer = (
+        AutoModel.from_pretrained(encoder.parent / "whole").eval(),
+        AutoTokenizer.from_pretrained(encoder),
+    )
+    for one, vector in zip(texts, output.vectors, strict=True):
+        with torch.inference_mode():
+            hidden = model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0]
+        expected = hidden[0] if pooling == "cls" else hidden.mean(0)
+        np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4)
+
+
+def test_an_encoder_does_not_generate(encoder: Path) -> None:
+    assert against(case_of(encoder))["task.not_offered"].observed == "TransformerEncoderSpec"

@@ -174,13 +174,14 @@ def _name(stream: BinaryIO, rel: str) -> str:
 
 
 def _check_vocabularies(scan: Scan, files: list[str], artifact: Artifact) -> None:
-    """Each vocabulary has one word for each row of the embedding it serves; the library does not look."""
+    """Each vocabulary has one word for each row of the embedding it serves; the library does not look.
+    Further embeddings of an encoder are of segments and features, not of words."""
     for rel in files:
         side = {"source": "encoder", "target": "decoder"}.get(rel.rsplit("/", 1)[-1].split("_")[0], "")
         words = _words(scan, rel)
         for tensor in artifact.tensors.tensors.values():
             place = tensor.name.split("/")
-            embeds = len(place) > 1 and place[-1] == "weight" and place[-2].startswith("embeddings")
+            embeds = len(place) > 1 and place[-1] == "weight" and place[-2] in ("embeddings", "embeddings_0")
             if not embeds or not tensor.shape or not tensor.name.startswith(side):
                 continue
             if words != tensor.shape[0]:
