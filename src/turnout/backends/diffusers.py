@@ -103,7 +103,7 @@ class DiffusersBackend:
         environment()
         import torch
 
-        return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
     def requirements(self, case: Case) -> list[Requirement]:
         """Pipeline class and its fit to the task, components and their classes, files, options."""
