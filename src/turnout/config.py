@@ -16,7 +16,7 @@ class ReadLimits:
 
     json_bytes: int = 100 * MIB  # where a reader expects bulk data (boosters, vocabularies)
     json_config_bytes: int = 32 * MIB  # configurations, manifests, indexes
-    json_nodes: int = 2_000_000  # brackets and commas: what a parsed document costs in memory
+    json_nodes: int = 1_000_000  # brackets and commas: what a parsed document costs in memory
     json_depth: int = 100
     files: int = 20_000
     directory_depth: int = 12

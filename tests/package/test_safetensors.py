@@ -108,6 +108,12 @@ def test_a_tensor_described_twice_differently_is_refused(tmp_path: Path) -> None
     assert [(p.code, p.severity) for p in inventory.problems] == [("artifact.duplicate_tensor", Severity.ERROR)]
 
 
+def test_headers_of_too_many_values_are_not_parsed(tmp_path: Path) -> None:
+    for header in (b'{"a":[' + b"[]," * 600_000 + b"[]]}", b'{"' + "é".encode() * (7 << 20) + b'":1}'):
+        inventory = read(tmp_path / "m.safetensors", file_of(header))
+        assert [p.code for p in inventory.problems] == ["artifact.corrupt"]
+
+
 def test_facts_are_those_of_the_library(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

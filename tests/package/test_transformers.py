@@ -243,6 +243,26 @@ def test_odd_configurations_are_described_not_raised(text: str, tmp_path: Path) 
     assert found.artifacts and not any("gave up" in f.message for f in found.all_findings())
 
 
+BOMBS = {
+    "lists": '{"a":[' + "[]," * 1_100_000 + "[]]}",
+    "wide-text": '{"a":"\U0001f600' + "x" * (13 << 20) + '"}',
+    "zeros": "{" + "\0" * 1000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_configurations_that_would_cost_too_much_are_not_parsed(name: str, tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = package(tmp_path, BOMBS[name])
+    tracemalloc.start()
+    artifact = artifact_of(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "config.invalid" in codes(artifact)
+    assert peak < 60 << 20
+
+
 def test_context_is_the_nearest(tmp_path: Path) -> None:
     package(tmp_path, tokenizer_config__json="{}")
     (tmp_path / "onnx" / "deep").mkdir(parents=True)

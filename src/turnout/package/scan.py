@@ -21,6 +21,7 @@ from turnout.package.facts import FileEntry, FileRole, Finding, Severity
 
 T = TypeVar("T")
 LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
+WIDE_TEXT = 12 << 20  # bytes of JSON with other than ASCII characters, which cost up to four times as much
 SKIP_DIRS = {".git", "__pycache__", ".cache", ".venv", "node_modules"}
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2")
 
@@ -401,6 +402,14 @@ def check_json_size(data: bytes, where: str, nodes: int | None) -> None:
     """Refuses bytes that cannot be JSON or would cost too much memory, before anything is decoded."""
     if b"\0" in data:
         raise read_error("config.invalid", f"`{where}` is not valid JSON: it holds zero bytes", where)
+    if nodes is not None and len(data) > WIDE_TEXT and not data.isascii():
+        raise read_error(
+            "config.invalid",
+            f"`{where}` is too large to be read here",
+            where,
+            f"{len(data)} bytes, not all ASCII",
+            f"at most {WIDE_TEXT}",
+        )
     count = 0 if nodes is None else sum(map(data.count, (b",", b"[", b"{")))
     if nodes is not None and count > nodes:
         raise read_error(

@@ -94,7 +94,9 @@ TEXT_OPCODES = frozenset(
 )
 MEMO_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 MEMO_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
-MAX_OPCODES = 2_000_000
+MAX_OPCODES = 1_500_000
+MAX_LISTED = 1_000_000  # opcodes of a file whose tensors are listed; a tensor takes about 30
+MAX_BYTES = 24 << 20  # of a pickle with tensors beside it
 MAX_MEMO = 500_000
 # First pickle of a file in torch's old form: the number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -201,7 +203,7 @@ def read_pickle(scan: Scan, rel: str) -> PickleFacts | None:
     if head[:4] == b"PK\x03\x04":
         return _read_zip(scan, rel)
     if head[:1] == b"\x80" and head[1:2] in b"\x01\x02\x03\x04\x05":
-        data = scan.head(rel, min(scan.entries[rel].size, READ.pickle_bytes))
+        data = scan.head(rel, min(scan.entries[rel].size, MAX_BYTES))
         # Old form: magic, protocol, system facts, the object, storage keys; then raw storages.
         legacy = head == LEGACY_MAGIC
         names = pickle_globals(data, streams=5 if legacy else 1)
@@ -243,7 +245,7 @@ def _zip_facts(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], rel: st
         return None
     else:
         form = "zip"
-    left = READ.pickle_bytes
+    left = MAX_BYTES
     texts = []
     for member in pickles:
         texts.append(read_member(archive, member, rel, left))
@@ -337,8 +339,10 @@ def _symbolic(data: bytes) -> Any:
             items.append(item)
         return items[::-1]
 
-    for opcode, argument, _ in pickletools.genops(data):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
+        if count > MAX_LISTED:
+            raise ValueError("too many opcodes")
         if name == "MARK":
             stack.append(mark)
         elif name in MEMO_PUT:

@@ -26,7 +26,6 @@ DTYPE_BITS = {
 }
 MAX_ELEMENTS = 1 << 62
 MAX_NODES = 1_000_000  # brackets and commas of a header: 125,000 tensors of two dimensions
-MAX_TEXT = 16 << 20  # bytes of a header with other than ASCII characters, which cost up to four times as much
 
 
 def read_safetensors(scan: Scan, rel: str) -> TensorInventory:
@@ -92,8 +91,6 @@ def _header(text: bytes, rel: str, warnings: list[Finding]) -> dict[str, Any]:
 
     try:
         check_json_size(text, rel, MAX_NODES)
-        if len(text) > MAX_TEXT and not text.isascii():
-            raise _corrupt(f"the header of `{rel}` is too large to be read here", rel, f"{len(text)} bytes")
         header = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
     except ReadError as error:
         raise _corrupt(

@@ -126,14 +126,14 @@ def _lifted(scan: Scan, rel: str) -> tuple[dict[str, Any], _Vocabulary]:
                 if patterns is VOCABULARIES:
                     vocabulary = _Vocabulary(data, *match.span())
                 break
+    if len(data) - sum(stop - start for start, stop in spans) > READ.json_config_bytes:
+        raise read_error("config.invalid", f"`{rel}` is too large to be read here", rel, f"{len(data)} bytes")
     parts, end = [], 0
     for start, stop in sorted(spans):
         if start >= end:
             parts += [data[end:start], b'"\\u0000lifted"']
             end = stop
     parts.append(data[end:])
-    if sum(map(len, parts)) > READ.json_config_bytes:
-        raise read_error("config.invalid", f"`{rel}` is too large to be read here", rel, f"{len(data)} bytes")
     value = parse_json(b"".join(parts), rel, READ.json_nodes)
     if not isinstance(value, dict):
         raise read_error("config.invalid", f"`{rel}` is not a JSON object", rel, type(value).__name__, "object")
