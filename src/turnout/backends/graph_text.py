@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnout.package.facts import Artifact, GraphPort
@@ -25,9 +25,35 @@ def default_input(name: str, feeds: dict[str, Any]) -> Any | None:
         return np.ones_like(ids)
     if name == "token_type_ids":
         return np.zeros_like(ids)
-    if name == "position_ids":
-        return np.broadcast_to(np.arange(np.asarray(ids).shape[1]), np.asarray(ids).shape)
+    if name == "position_ids":  # as Transformers counts them: the first token that is no padding is 0
+        mask = np.asarray(feeds.get("attention_mask", np.ones_like(ids)))
+        return np.maximum(mask.cumsum(axis=1) - 1, 0) if mask.shape == np.shape(ids) else None
     return None
+
+
+# What this module and the text adapters can give a graph, besides past states.
+TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "use_cache_branch"})
+DECODER_INPUTS = frozenset({"input_ids", "encoder_hidden_states", "encoder_attention_mask", "use_cache_branch"})
+
+
+def strange_inputs(ports: Sequence[GraphPort], known: frozenset[str] = TEXT_INPUTS) -> list[str]:
+    """Inputs of a text graph that nobody here can give."""
+    return [p.name for p in ports if p.name not in known and not p.name.startswith("past")]
+
+
+def lost_states(inputs: Sequence[GraphPort], outputs: Sequence[GraphPort]) -> list[str]:
+    """Past inputs of a decoder that none of its outputs carries on."""
+    names = {p.name for p in outputs}
+    return [p.name for p in inputs if p.name.startswith("past") and present_of(p.name) not in names]
+
+
+def no_past(name: str, shape: Sequence[Any] | None, dtype: str) -> Any | None:
+    """Value of an input that says "nothing came before": an empty state, or the branch without a cache."""
+    import numpy as np
+
+    if name == "use_cache_branch":
+        return np.array([False])
+    return empty_state(GraphPort(name, dtype, list(shape or []))) if name.startswith("past") else None
 
 
 class GraphGenerator:
@@ -52,7 +78,7 @@ class GraphGenerator:
         prompt = self.prompter.ids(request)
         rng = generator(request.sampling.seed)
         stream = TextStream(self.prompter.text, request.sampling.stop, emit)
-        states = {name: _empty(port) for name, port in self.past.items()}
+        states = {name: empty_state(port) for name, port in self.past.items()}
         fed, reason = list(prompt), "length"
         everything = list(prompt)
         for _ in range(self.prompter.room(len(prompt), request.sampling.max_tokens)):
@@ -66,7 +92,7 @@ class GraphGenerator:
                 reason = "stop"
                 break
             if states:
-                states = {name: outputs[_present(name)] for name in states}
+                states = {name: outputs[present_of(name)] for name in states}
                 fed = [token]
             else:
                 fed = everything
@@ -87,12 +113,12 @@ class GraphGenerator:
         return feeds
 
 
-def _present(past: str) -> str:
+def present_of(past: str) -> str:
     """Output that carries on a past input: optimum's names."""
     return past.replace("past_key_values", "present").replace("past_", "present_")
 
 
-def _empty(port: GraphPort) -> Any:
+def empty_state(port: GraphPort) -> Any:
     """A state of no tokens: batch 1, unknown axes 0, known axes as they are."""
     import numpy as np
 

@@ -369,7 +369,41 @@ def _parts(case: Case) -> list[Requirement]:
                 ],
             )
         )
+    if task == Task.IMAGE_CLASSIFICATION and not _pictures_known(artifact, options):
+        imagenet = ("0.485,0.456,0.406", "0.229,0.224,0.225")
+        found.append(
+            unmet(
+                Kind.RECIPE,
+                "recipe.assumed",
+                "nothing in the package says how pixels become the model's numbers",
+                observed="no image processor",
+                expected="preprocessor_config.json, or your choice of mean and deviation",
+                remedies=[
+                    _normalise(mean, std, text)
+                    for mean, std, text in (
+                        (*imagenet, "take ImageNet's mean and deviation"),
+                        ("0.5", "0.5", "scale pixels to -1 .. 1"),
+                        ("0", "1", "scale pixels to 0 .. 1"),
+                    )
+                ],
+            )
+        )
     return found
+
+
+def _pictures_known(artifact: Artifact, options: dict[str, Any]) -> bool:
+    """Whether a processor, the options or a graph of raw bytes say how pixels are scaled."""
+    if any(p.kind in ("image", "multimodal") for p in artifact.processors):
+        return True
+    ports = artifact.graph.inputs if artifact.graph else []
+    return {"image_mean", "image_std"} <= options.keys() or any(
+        p.dtype == "uint8" and len(p.shape or ()) == 4 for p in ports
+    )
+
+
+def _normalise(mean: str, std: str, text: str) -> Remedy:
+    argv = ["--option", f"image_mean={mean}", "--option", f"image_std={std}"]
+    return Remedy(Action.SET_OPTION, f"{text} with `{' '.join(argv)}`", argv, changes_numerics=True)
 
 
 def _set(option: str, value: str, text: str, *, numerics: bool = False, trust: bool = False) -> Remedy:
