@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnout.errors import InputError
-from turnout.package.facts import Artifact, GraphPort
+from turnout.errors import InputError, NotSupportedError
+from turnout.package.facts import Artifact, GraphPort, Processor
 from turnout.tasks.adapter import Infer
 from turnout.tasks.contract import LabelsOutput
 from turnout.tasks.language import label_names, ranked_labels, softmax
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 40_000_000
 MIN_SIDE = 2
+MAX_SIDE = 4096  # of what a model takes
 SHOWN = 10  # classes of a result
 
 
@@ -68,82 +69,185 @@ def _check_size(width: int, height: int, what: str) -> None:
         )
 
 
+# Settings of stored processors that are carried out here; another `do_...` that is on is refused.
+CARRIED_OUT = frozenset(
+    {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "do_flip_channel_order"}
+)
+OTHER_STEPS = ("rescale_offset", "include_top")
+# Classes of Transformers that read `size` in ways of their own.
+OTHER_RESIZERS = ("Levit", "PoolFormer", "Perceiver", "EfficientFormer")
+# Has no such step, yet its files carry the base class's mean.
+NEVER_NORMALISES = "MobileViT"
+# Transformers' ConvNextImageProcessor: sides under this are resized larger by `crop_pct`, then cut.
+CROP_PCT_LIMIT, CROP_PCT = 384, 224 / 256
+
+
 class ImagePreparation:
-    """Resize, crop, scale and normalise as the stored processor says, or the options where there is none."""
+    """Resize, crop, scale and normalise as the stored processor says, or the options where there is none.
+
+    Raises ``NotSupportedError`` for a processor with a step that is not carried out here, ``InputError``
+    for options that do not make sense and ``recipe.missing`` where nobody says what to do.
+    """
 
     def __init__(self, artifact: Artifact, options: dict[str, Any], port: GraphPort | None) -> None:
-        stored = next((p.settings for p in artifact.processors if p.kind in ("image", "multimodal")), {})
-        self.layout = _layout(options, port)
-        self.size = _size(stored, options, port, self.layout)
+        processor = image_processor(artifact)
+        stored = processor.settings if processor else {}
+        if processor:
+            _check_steps(processor)
+        self.layout, self.channels = _layout(options, port)
+        self.raw = port is not None and numpy_dtype(port.dtype) == "uint8"  # the graph scales by itself
+        self.size, self.shortest = _size(stored, options, port, self.layout)
         self.crop = _crop(stored)
-        self.shortest = isinstance(stored.get("size"), dict) and "shortest_edge" in stored["size"]
-        self.resample = int(stored.get("resample", 3 if not stored else 2))
+        self.resize = bool(stored.get("do_resize", True))
+        if "crop_pct" in stored:
+            self.shortest = self.size[0] < CROP_PCT_LIMIT
+            if self.shortest:
+                self.crop, side = self.size, int(self.size[0] / float(stored["crop_pct"] or CROP_PCT))
+                self.size = (side, side)
+        resample = stored.get("resample")
+        self.resample = int(resample) if resample is not None else 2 if stored else 3
         self.scale = float(stored.get("rescale_factor", 1 / 255)) if stored.get("do_rescale", True) else 1.0
-        normalise = bool(stored.get("do_normalize", "image_mean" in stored)) or "image_mean" in options
-        self.mean = _numbers(options, "image_mean") or (stored.get("image_mean") if normalise else None)
-        self.std = _numbers(options, "image_std") or (stored.get("image_std") if normalise else None)
+        self.flip = bool(stored.get("do_flip_channel_order"))
+        if processor and (processor.class_name or "").startswith(NEVER_NORMALISES):
+            stored = {**stored, "do_normalize": False}
+        self.mean, self.std = _normalisation(stored, options, self.channels)
 
-    def __call__(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Batch of one: [1, 3, height, width] or [1, height, width, 3]."""
+    def __call__(self, picture: NDArray[np.uint8]) -> NDArray[Any]:
+        """Batch of one: [1, channel, height, width] or [1, height, width, channel]."""
         import numpy as np
         from PIL import Image
 
         image = Image.fromarray(picture)
-        if self.shortest or self.crop:
-            image = self._fit(image)
-        else:
-            image = image.resize((self.size[1], self.size[0]), Image.Resampling(self.resample))
-        pixels: NDArray[Any] = np.asarray(image, np.float32) * np.float32(self.scale)
-        if self.mean is not None and self.std is not None:
-            pixels = ((pixels - np.asarray(self.mean)) / np.asarray(self.std)).astype(np.float32)
-        return pixels[None] if self.layout == "NHWC" else np.ascontiguousarray(pixels.transpose(2, 0, 1)[None])
+        if self.resize:
+            image = image.resize(self._target(image.width, image.height), Image.Resampling(self.resample))
+        pixels: NDArray[Any] = np.asarray(image if self.channels == 3 else image.convert("L"))
+        pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
+        pixels = self._cut(pixels) if self.crop else pixels
+        if not self.raw:
+            pixels = pixels.astype(np.float32) * np.float32(self.scale)
+            if self.mean is not None:
+                pixels = (pixels - np.float32(self.mean)) / np.float32(self.std)
+        if self.flip:
+            pixels = pixels[:, :, ::-1]
+        ordered = pixels if self.layout == "NHWC" else pixels.transpose(2, 0, 1)
+        return np.ascontiguousarray(ordered[None])
 
-    def _fit(self, image: Any) -> Any:
-        """Scales the shorter side, then cuts the middle."""
-        from PIL import Image
+    def _target(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height to resize to."""
+        if not self.shortest:
+            return self.size[1], self.size[0]
+        # Integer arithmetic, as Transformers' get_resize_output_image_size does it.
+        side, short = self.size[0], min(width, height)
+        return (side, int(side * height / short)) if width <= height else (int(side * width / short), side)
 
-        target = self.crop or self.size
-        shortest = self.size[0]
-        ratio = shortest / min(image.size)
-        width, height = (max(target[1], int(image.width * ratio)), max(target[0], int(image.height * ratio)))
-        image = image.resize((width, height), Image.Resampling(self.resample))
-        left, top = (width - target[1]) // 2, (height - target[0]) // 2
-        return image.crop((left, top, left + target[1], top + target[0]))
+    def _cut(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """The middle of ``pixels`` [height, width, channel], with zeros where it is too small."""
+        import numpy as np
+
+        assert self.crop is not None
+        height, width = self.crop
+        short = [max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1])]
+        if any(short):
+            pixels = np.pad(pixels, [*((-(-n // 2), n // 2) for n in short), (0, 0)])
+        top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+        return pixels[top : top + height, left : left + width]
 
 
-def _layout(options: dict[str, Any], port: GraphPort | None) -> str:
+def image_processor(artifact: Artifact) -> Processor | None:
+    """Stored picture processor of a package."""
+    return next((p for p in artifact.processors if p.kind in ("image", "multimodal")), None)
+
+
+def _check_steps(processor: Processor) -> None:
+    stored, name = processor.settings, (processor.class_name or "").removesuffix("Fast")
+    if name.startswith(OTHER_RESIZERS):
+        raise NotSupportedError(
+            f"the stored image processor is a `{name}`, whose way to resize is not carried out here",
+            code="config.unsupported_variant",
+        )
+    others = [k for k, v in stored.items() if v and k.startswith("do_") and k not in CARRIED_OUT]
+    others += [k for k in OTHER_STEPS if stored.get(k)]
+    if others:
+        raise NotSupportedError(
+            f"the stored image processor asks for `{others[0]}`, which is not carried out here",
+            code="config.unknown_semantic_key",
+        )
+
+
+def _normalisation(stored: dict[str, Any], options: dict[str, Any], channels: int) -> tuple[Any, Any]:
+    """Mean and standard deviation by channel: options, processor, or None for none."""
+    mean, std = _numbers(options, "image_mean", channels), _numbers(options, "image_std", channels)
+    if mean is not None and std is not None:
+        if 0.0 in std:
+            raise InputError("`image_std` holds 0")
+        return mean, std
+    if mean is not None or std is not None:
+        raise InputError("`image_mean` and `image_std` go together", hints=["`image_mean=0`, `image_std=1` for none"])
+    if not stored.get("do_normalize", "image_mean" in stored):
+        return None, None
+    if stored.get("image_mean") is None or stored.get("image_std") is None:
+        raise NotSupportedError(
+            "the stored image processor normalises, but says not by what mean and standard deviation",
+            code="recipe.missing",
+        )
+    return stored["image_mean"], stored["image_std"]
+
+
+def _layout(options: dict[str, Any], port: GraphPort | None) -> tuple[str, int]:
+    """Order of the axes and number of channels: option, then what the graph's fixed axes tell."""
+    shape = port.shape if port is not None and port.shape is not None and len(port.shape) == 4 else None
     named = str(options.get("image_layout") or "").upper()
-    if named in ("NCHW", "NHWC"):
-        return named
-    if named:
+    if named not in ("", "NCHW", "NHWC"):
         raise InputError(f"unknown image layout `{named}`", hints=["NCHW or NHWC"])
-    shape = port.shape if port is not None else None
-    return "NHWC" if shape is not None and len(shape) == 4 and shape[3] == 3 else "NCHW"
+    if shape is None:
+        return named or "NCHW", 3
+    if not named:
+        last = shape[3] in (1, 3) and shape[1] not in (1, 3)
+        if not last and isinstance(shape[1], int) and shape[1] not in (1, 3):
+            raise InputError(
+                f"the graph's input {shape} has no axis of 1 or 3 channels",
+                code="graph.io_mismatch",
+                hints=["it is no picture, or of a kind that is not served here"],
+            )
+        named = "NHWC" if last else "NCHW"
+    channels = shape[1] if named == "NCHW" else shape[3]
+    return named, 1 if channels == 1 else 3
 
 
-def _size(stored: dict[str, Any], options: dict[str, Any], port: GraphPort | None, layout: str) -> tuple[int, int]:
-    """Height and width to resize to: option, processor, graph; ``recipe.missing`` when nobody says."""
+def _size(
+    stored: dict[str, Any], options: dict[str, Any], port: GraphPort | None, layout: str
+) -> tuple[tuple[int, int], bool]:
+    """Height and width to resize to, and whether they are for the shorter side: option, processor,
+    graph; ``recipe.missing`` when nobody says."""
     if options.get("image_size"):
-        numbers = [int(n) for n in str(options["image_size"]).replace("x", ",").split(",")]
-        return numbers[0], numbers[-1]
+        return _size_option(str(options["image_size"])), False
     size = stored.get("size")
-    if isinstance(size, dict):
-        if "shortest_edge" in size:
-            return int(size["shortest_edge"]), int(size["shortest_edge"])
-        if "height" in size:
-            return int(size["height"]), int(size["width"])
-    if isinstance(size, int):
-        return size, size
+    if isinstance(size, dict) and "shortest_edge" in size:
+        return (int(size["shortest_edge"]),) * 2, True
+    if isinstance(size, dict) and "height" in size and "width" in size:
+        return (int(size["height"]), int(size["width"])), False
+    if isinstance(size, int):  # before Transformers 4.26; those that cut the middle meant the shorter side
+        return (size, size), _crop(stored) is not None
     shape = port.shape if port is not None else None
     if shape is not None and len(shape) == 4:
         sides = shape[2:] if layout == "NCHW" else shape[1:3]
         if all(isinstance(side, int) and side > 0 for side in sides):
-            return int(str(sides[0])), int(str(sides[1]))
+            return (int(str(sides[0])), int(str(sides[1]))), False
     raise InputError(
         "nothing says which picture size the model takes",
         code="recipe.missing",
         hints=["name it with `--option image_size=224`"],
     )
+
+
+def _size_option(text: str) -> tuple[int, int]:
+    try:
+        numbers = [int(n) for n in text.lower().replace("x", ",").split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < n <= MAX_SIDE for n in numbers):
+        raise InputError(f"`image_size={text}` is no size", hints=["224, or height and width: 192x256"])
+    return numbers[0], numbers[-1]
 
 
 def _crop(stored: dict[str, Any]) -> tuple[int, int] | None:
@@ -153,18 +257,21 @@ def _crop(stored: dict[str, Any]) -> tuple[int, int] | None:
     return (int(crop["height"]), int(crop["width"])) if isinstance(crop, dict) else (int(crop), int(crop))
 
 
-def _numbers(options: dict[str, Any], name: str) -> list[float] | None:
+def _numbers(options: dict[str, Any], name: str, channels: int) -> list[float] | None:
     if options.get(name) is None:
         return None
     try:
-        numbers = [float(n) for n in str(options[name]).split(",")]
+        numbers = [float(n) for n in str(options[name]).strip("[]()").split(",")]
     except ValueError:
         raise InputError(f"`{name}={options[name]}` is no list of numbers") from None
-    return numbers * 3 if len(numbers) == 1 else numbers
+    if len(numbers) not in (1, channels):
+        raise InputError(f"`{name}` has {len(numbers)} numbers, the picture {channels} channels")
+    return numbers * channels if len(numbers) == 1 else numbers
 
 
 class ImageClassificationAdapter:
-    """A picture to its classes; scores are probabilities, by softmax unless the graph gives them so."""
+    """A picture to its classes; scores are probabilities, by softmax (sigmoid where several labels may
+    hold at once) unless the graph gives them so."""
 
     recipe = ""
 
@@ -183,7 +290,11 @@ class ImageClassificationAdapter:
         dtype = numpy_dtype(self._port.dtype) if self._port else None
         outputs = infer({self._name: pixels.astype(dtype or "float32")})
         scores = np.asarray(outputs.get("logits", next(iter(outputs.values()))), np.float32).reshape(1, -1)
-        if not _are_probabilities(scores):
+        labels = self._artifact.labels
+        if labels is not None and labels.problem_type == "multi_label_classification":
+            inside = bool(((scores >= 0) & (scores <= 1)).all())
+            scores = scores if inside else 1 / (1 + np.exp(-scores.clip(-80, 80)))
+        elif not _are_probabilities(scores):
             scores = softmax(scores)
         names = label_names(self._artifact, self._options, scores.shape[1])
         return LabelsOutput([ranked_labels(scores[0], names)[:SHOWN]])
