@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import time
+import zipfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -17,6 +21,7 @@ from tests.shapes import bundles, classical, ggufs, graphs, hf
 from turnout.package.facts import Package
 from turnout.package.inspect import inspect
 from turnout.package.store import resolve
+from turnout.worker.wire import encode
 
 EXAMPLES = 520  # of each of the twenty seeds
 EXTREMES = [
@@ -41,7 +46,10 @@ MODULES = json.dumps(
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
 ).encode()
-SIZE = 40_000  # bytes of a seed that are kept: headers, and some data
+# What stands in place of a JSON value: another type, out of range, a way out, half a character.
+ODD: list[Any] = [
+    *(None, True, -1, 1 << 70, 1e308, "", "x", [], {}, [[]], {"a": 1}, [None], "../x", "/etc/passwd", "\ud800", 0.5),
+]
 
 
 def seeds(folder: Path) -> dict[str, tuple[str, bytes, dict[str, bytes]]]:
@@ -126,7 +134,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, b
 @st.composite
 def edits(draw: st.DrawFn) -> list[tuple[str, float, int, bytes]]:
     """Up to four edits: kind, place as a share of the length, a number, some bytes."""
-    kinds = st.sampled_from(["flip", "cut", "insert", "delete", "repeat", "number32", "number64"])
+    names = ["flip", "cut", "insert", "delete", "repeat", "number32", "number64", "value", "value", "value", "member"]
+    kinds = st.sampled_from(names)
     return draw(
         st.lists(
             st.tuples(kinds, st.floats(0, 1), st.sampled_from(EXTREMES), st.binary(max_size=12)), min_size=1, max_size=4
@@ -134,12 +143,57 @@ def edits(draw: st.DrawFn) -> list[tuple[str, float, int, bytes]]:
     )
 
 
+def replace_value(data: bytes, place: float, number: int) -> bytes:
+    """A JSON document with one value replaced; other bytes stay."""
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return data
+    slots: list[tuple[Any, Any]] = []
+    waiting = [document]
+    while waiting:
+        item = waiting.pop(0)
+        keys = item if isinstance(item, dict) else range(len(item))
+        # Of a long list (a vocabulary) the first values stand for all.
+        for key in list(keys)[:40]:
+            slots.append((item, key))
+            if isinstance(item[key], dict | list):
+                waiting.append(item[key])
+    if slots:
+        item, key = slots[int(place * (len(slots) - 1))]
+        item[key] = ODD[number % len(ODD)]
+    return json.dumps(document).encode()
+
+
+def mutate_member(data: bytes, place: float, number: int, extra: bytes) -> bytes:
+    """A zip with one of its members changed and the sums made right again; other bytes stay."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError):
+        return data
+    chosen = next((n for n in members if n.endswith(("data.pkl", "schema.json"))), None)
+    if chosen is None:
+        return data
+    kind = ["flip", "insert", "delete", "repeat", "number32", "value"][number % 6]
+    members[chosen] = mutate(members[chosen], [(kind, place, number, extra)])
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return stream.getvalue()
+
+
 def mutate(data: bytes, changes: list[tuple[str, float, int, bytes]]) -> bytes:
     """Applies edits; most fall into the first kilobyte, where headers are."""
     for kind, place, number, extra in changes:
         span = len(data) if place > 0.7 else min(len(data), 1024)
         at = int(place * span)
-        if kind == "flip" and data:
+        if kind == "value":
+            data = replace_value(data, place, number + sum(extra))
+        elif kind == "member":
+            data = mutate_member(data, place, number + sum(extra), extra)
+        elif kind == "flip" and data:
             at = min(at, len(data) - 1)
             data = data[:at] + bytes([data[at] ^ (1 << (number % 8))]) + data[at + 1 :]
         elif kind == "cut":
@@ -180,13 +234,13 @@ def test_mutated_files_are_described(
     def run(changes: list[tuple[str, float, int, bytes]]) -> None:
         nonlocal tried
         tried += 1
-        (tmp_path / file).write_bytes(mutate(content[:SIZE], changes))
+        (tmp_path / file).write_bytes(mutate(content, changes))
         started = time.perf_counter()
         package = inspect(tmp_path)
         assert time.perf_counter() - started < 2
         assert isinstance(package, Package) and package.artifacts
         assert not [f.message for f in package.all_findings() if "reader gave up" in f.message]
-        json.dumps([f.message for f in package.all_findings()])
+        encode(package)  # what goes to a worker: no half characters, no numbers beyond 64 bits
 
     run()
     assert tried >= EXAMPLES * 0.9

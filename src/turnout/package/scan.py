@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from turnout.package.facts import FileEntry, FileRole, Finding, Severity
 T = TypeVar("T")
 LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 WIDE_TEXT = 12 << 20  # bytes of JSON with other than ASCII characters, which cost up to four times as much
+LONG_NUMBER = re.compile(rb"\d{19}")
+HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 SKIP_DIRS = {".git", "__pycache__", ".cache", ".venv", "node_modules"}
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2")
 
@@ -126,6 +129,10 @@ class Scan:
             return
         for child in children:
             rel = f"{directory}/{child.name}" if directory else child.name
+            if not _is_text(child.name):
+                plain = rel.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                self.add("artifact.corrupt", Severity.WARNING, "a name that is not UTF-8 is left aside", plain)
+                continue
             if child.is_dir(follow_symlinks=False):
                 if child.name not in SKIP_DIRS and (self.focus is None or depth == 0):
                     self._walk(rel, depth + 1)
@@ -371,8 +378,10 @@ def parse_json(data: bytes, where: str, nodes: int | None = None) -> Any:
             repeated.extend(k for k, _ in items if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         return result
 
+    # Such numbers are rare, and a hook for every number is slow.
+    whole = _integer if LONG_NUMBER.search(data) else None
     try:
-        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=pairs)
+        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=pairs, parse_int=whole)
     except RecursionError:
         raise read_error(
             "config.invalid", f"`{where}` is nested too deeply", where, "over 1000 levels", f"at most {READ.json_depth}"
@@ -387,6 +396,7 @@ def parse_json(data: bytes, where: str, nodes: int | None = None) -> Any:
             f"key `{repeated[0]}` twice",
             "each key once",
         )
+    check_characters(data, value, where)
     if _depth(value) > READ.json_depth:
         raise read_error(
             "config.invalid",
@@ -396,6 +406,21 @@ def parse_json(data: bytes, where: str, nodes: int | None = None) -> Any:
             f"at most {READ.json_depth}",
         )
     return value
+
+
+def _integer(text: str) -> int | float:
+    """A number of JSON; beyond 64 bits (a limit of 1e30 written out) the nearest float."""
+    value = float(text)
+    return int(text) if abs(value) < 1 << 63 else value
+
+
+def check_characters(data: bytes, value: Any, where: str) -> None:
+    """Refuses JSON with half of a character (``\\ud800`` alone), which no message could carry."""
+    if HALF_CHARACTER.search(data):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise read_error("config.invalid", f"`{where}` holds half of a character", where) from None
 
 
 def check_json_size(data: bytes, where: str, nodes: int | None) -> None:
@@ -436,3 +461,11 @@ def _depth(value: Any) -> int:
 
 def _within(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -130,7 +130,11 @@ class _Parser:
 
     def _constant(self, data: dict[str, str]) -> None:
         if "offset" in data and "size" in data:
-            if not (data["offset"].isdigit() and data["size"].isdigit() and len(data["offset"] + data["size"]) < 40):
+            if not (
+                data["offset"].isdigit()
+                and data["size"].isdigit()
+                and max(map(len, (data["offset"], data["size"]))) < 18
+            ):
                 raise read_error("artifact.corrupt", f"a constant of `{self.rel}` has no usable place", self.rel)
             self.net.needed = max(self.net.needed, int(data["offset"]) + int(data["size"]))
             kind = data.get("element_type", "")

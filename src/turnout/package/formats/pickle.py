@@ -10,9 +10,7 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-import struct
 import zipfile
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +26,7 @@ from turnout.package.facts import (
     TensorInfo,
     TensorInventory,
 )
+from turnout.package.formats.archive import open_zip, read_member
 from turnout.package.scan import ReadError, Scan, read_error
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -141,7 +140,7 @@ def _walk(stream: io.BytesIO, found: dict[str, None]) -> None:
         if count > MAX_OPCODES or len(memo) > MAX_MEMO:
             raise read_error("artifact.corrupt", "the pickle has too many opcodes", "", str(count), str(MAX_OPCODES))
         if name in TEXT_OPCODES:
-            stack.append(str(argument))
+            stack.append(_plain(str(argument)))
         elif name == "MEMOIZE" or name in MEMO_PUT:
             index = put if name == "MEMOIZE" else int(str(argument))
             put += 1
@@ -158,14 +157,24 @@ def _walk(stream: io.BytesIO, found: dict[str, None]) -> None:
             _shift(opcode, stack)
 
 
+def _plain(text: str) -> str:
+    """Text without half characters, which pickles may hold and messages may not."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _name(name: str, argument: Any, stack: list[object], found: dict[str, None]) -> None:
     if name in ("GLOBAL", "INST"):
-        found[str(argument).replace(" ", ".", 1)] = None
+        found[_sayable(str(argument).replace(" ", ".", 1))] = None
     elif name == "STACK_GLOBAL":
         module, attribute = (value if isinstance(value, str) else "?" for value in stack[-2:])
-        found[f"{module}.{attribute}"] = None
+        found[_sayable(f"{module}.{attribute}")] = None
     elif name in ("EXT1", "EXT2", "EXT4"):
         found[f"copyreg.extension_{argument}"] = None
+
+
+def _sayable(name: str) -> str:
+    """The name with half characters, which pickles may hold, spelt out."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _shift(opcode: pickletools.OpcodeInfo, stack: list[object]) -> None:
@@ -212,24 +221,8 @@ def read_pickle(scan: Scan, rel: str) -> PickleFacts | None:
 
 
 def _read_zip(scan: Scan, rel: str) -> PickleFacts | None:
-    try:
-        with scan.open(rel) as stream, zipfile.ZipFile(stream) as archive:
-            members = archive.infolist()
-            if len(members) > READ.zip_entries:
-                raise read_error("artifact.corrupt", f"`{rel}` has too many members", rel, str(len(members)))
-            return _zip_facts(archive, members, rel)
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-        struct.error,
-        ValueError,
-    ) as error:
-        if isinstance(error, ReadError):
-            raise
-        raise read_error("artifact.truncated", f"`{rel}` is a broken zip: {error}", rel) from None
+    with open_zip(scan, rel) as archive:
+        return _zip_facts(archive, archive.infolist(), rel)
 
 
 def _zip_facts(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], rel: str) -> PickleFacts | None:
@@ -258,23 +251,6 @@ def _zip_facts(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], rel: st
         prefix = pickles[0].filename.removesuffix("data.pkl")
         _list_tensors(texts[0], facts.inventory, rel, prefix, {m.filename: m for m in members})
     return facts
-
-
-def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, rel: str, limit: int) -> bytes:
-    """Content of a zip member of at most ``limit`` bytes, whatever its header claims."""
-    if member.file_size > limit:
-        raise read_error(
-            "artifact.corrupt",
-            f"`{member.filename}` in `{rel}` unpacks to {member.file_size} bytes",
-            rel,
-            str(member.file_size),
-            f"at most {limit}",
-        )
-    with archive.open(member) as stream:
-        data = stream.read(limit + 1)
-    if len(data) > limit:
-        raise read_error("artifact.corrupt", f"`{member.filename}` in `{rel}` unpacks to more than it claims", rel)
-    return data
 
 
 def _list_tensors(
@@ -315,7 +291,7 @@ def _flatten(value: Any) -> list[tuple[str, Tensor]]:
                 if seen > READ.tensors:
                     raise ValueError("too many entries")  # one dict may stand in many places
                 if isinstance(part, _Stored):
-                    found.append((f"{prefix}{key}", part.tensor))
+                    found.append((_plain(f"{prefix}{key}"), part.tensor))
                 elif isinstance(part, dict):
                     following.append((prefix if key == "state_dict" else f"{prefix}{key}.", part))
         layer = following

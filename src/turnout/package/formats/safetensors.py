@@ -12,7 +12,7 @@ from typing import Any
 
 from turnout.config import READ
 from turnout.package.facts import Artifact, Finding, Severity, TensorInfo, TensorInventory
-from turnout.package.scan import ReadError, Scan, check_json_size, read_error
+from turnout.package.scan import ReadError, Scan, check_characters, check_json_size, read_error
 
 # Bits of one element; sub-byte types pack along the last axis.
 DTYPE_BITS = {
@@ -92,6 +92,7 @@ def _header(text: bytes, rel: str, warnings: list[Finding]) -> dict[str, Any]:
     try:
         check_json_size(text, rel, MAX_NODES)
         header = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+        check_characters(text, header, rel)
     except ReadError as error:
         raise _corrupt(
             f"header: {error.finding.message}", rel, error.finding.observed, error.finding.expected

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
 from typing import Any
 
 from turnout.config import READ
@@ -20,7 +18,8 @@ from turnout.package.facts import (
     Strength,
     TaskEvidence,
 )
-from turnout.package.formats.pickle import pickle_globals, read_member, unsafe_finding
+from turnout.package.formats.archive import open_zip, read_member
+from turnout.package.formats.pickle import pickle_globals, unsafe_finding
 from turnout.package.formats.ubjson import UbjError, loads
 from turnout.package.scan import ReadError, Scan, parse_json, read_error
 from turnout.types import Task
@@ -135,9 +134,10 @@ def _xgboost(rel: str, value: dict[str, Any]) -> Artifact:
 
 def _int(value: Any) -> int | None:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if abs(number) < 1 << 60 else None
 
 
 # ---- LightGBM, CatBoost, fastText --------------------------------------------------------------
@@ -215,15 +215,10 @@ def _schema(scan: Scan, rel: str) -> dict[str, Any]:
     before = scan.check_weights_file(rel)
     if before is not None:
         raise ReadError(before)
-    try:
-        with scan.open(rel) as stream, zipfile.ZipFile(stream) as archive:
-            if len(archive.infolist()) > READ.zip_entries:
-                raise read_error("artifact.corrupt", f"`{rel}` has too many members", rel)
-            data = read_member(archive, archive.getinfo("schema.json"), rel, READ.pickle_bytes)
-    except KeyError:
-        raise read_error("artifact.corrupt", f"`{rel}` has no schema.json", rel) from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise read_error("artifact.truncated", f"`{rel}` is a broken zip: {error}", rel) from None
+    with open_zip(scan, rel) as archive:
+        if "schema.json" not in archive.namelist():
+            raise read_error("artifact.corrupt", f"`{rel}` has no schema.json", rel)
+        data = read_member(archive, archive.getinfo("schema.json"), rel, READ.pickle_bytes)
     schema = parse_json(data, f"{rel}#schema.json")
     if not isinstance(schema, dict):
         raise read_error("artifact.corrupt", f"schema.json in `{rel}` is not an object", rel)

@@ -72,16 +72,22 @@ def _first(scan: Scan, directory: str, findings: list[Finding]) -> Tokenizer | N
             findings.append(before)
             continue
         try:
-            return reader(scan, rel)
+            return _in_range(reader(scan, rel))
         except ReadError as error:
             said = error.finding
             findings.append(
                 Finding("tokenizer.unsupported_kind", Severity.ERROR, said.message, rel, said.observed, said.expected)
             )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             message = f"`{rel}` is not a tokenizer of the kind its name says: {error}"[:300]
             findings.append(Finding("tokenizer.unsupported_kind", Severity.ERROR, message, rel))
     return None
+
+
+def _in_range(tokenizer: Tokenizer) -> Tokenizer:
+    if not all(-1 <= n < 1 << 40 for n in (tokenizer.vocab_size or 0, tokenizer.max_id or 0)):
+        raise ValueError("ids out of range")
+    return tokenizer
 
 
 # ---- JSON --------------------------------------------------------------------------------------
