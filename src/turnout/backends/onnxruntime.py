@@ -88,7 +88,8 @@ def to_port(value: Any, kind: str, name: str) -> Any:
     import numpy as np
 
     array = np.asarray(value)
-    wanted = numpy_dtype(kind.removeprefix("optional(").removesuffix(")") + ")" if "optional" in kind else kind)
+    inner = kind[len("optional(") : -1] if kind.startswith("optional(") else kind
+    wanted = numpy_dtype(inner)
     if wanted is None:
         raise InputError(f"input `{name}` has the type {kind}, which has no array form here", code="graph.io_mismatch")
     if wanted == "str" or array.dtype.kind in "USO":
