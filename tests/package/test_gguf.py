@@ -86,7 +86,8 @@ def test_element_sizes_and_architectures_are_the_librarys() -> None:
 def test_every_kind_of_value(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     values: dict[str, Any] = {
-        "add_uint8": 7, "add_int8": -7, "add_uint16": 700, "add_int16": -700, "add_uint32": 70_000, "add_int32": -70_000,
+        "add_uint8": 7, "add_int8": -7, "add_uint16": 700, "add_int16": -700, "add_uint32": 70_000,
+        "add_int32": -70_000,
         "add_float32": 0.5, "add_uint64": 1 << 40, "add_int64": -(1 << 40), "add_float64": 0.25, "add_bool": True,
         "add_string": "ä", "add_array": [1, 2, 3],
     }  # fmt: skip
