@@ -73,6 +73,25 @@ def test_a_booster_cut_short(share: float, tmp_path: Path) -> None:
         assert codes(one(path)) == [code]
 
 
+@pytest.mark.parametrize("part", ["learner_model_param", "objective", "gradient_booster", "feature_names"])
+@pytest.mark.parametrize("value", [None, 1.5, [], "x"])
+def test_boosters_with_odd_parts(part: str, value: Any, tmp_path: Path) -> None:
+    path = classical.booster(tmp_path / "m.json")
+    model = json.loads(path.read_text())
+    model["learner"][part] = value
+    path.write_text(json.dumps(model))
+    artifact = one(path)
+    assert artifact.kind is ArtifactKind.XGBOOST and artifact.findings == []
+
+
+def test_more_classes_than_there_can_be(tmp_path: Path) -> None:
+    path = classical.booster(tmp_path / "m.json")
+    model = json.loads(path.read_text())
+    model["learner"]["learner_model_param"]["num_class"] = "1000000000000"
+    path.write_text(json.dumps(model))
+    assert codes(one(path)) == ["config.invalid"] and "classes" not in settings(one(path))
+
+
 def test_a_booster_without_a_learner(tmp_path: Path) -> None:
     (tmp_path / "m.ubj").write_bytes(b"{U\x01ai\x05}")
     assert codes(one(tmp_path)) == ["artifact.corrupt"]

@@ -410,8 +410,9 @@ def parse_json(data: bytes, where: str, nodes: int | None = None) -> Any:
 
 def _integer(text: str) -> int | float:
     """A number of JSON; beyond 64 bits (a limit of 1e30 written out) the nearest float."""
-    value = float(text)
-    return int(text) if abs(value) < 1 << 63 else value
+    if len(text) <= 20 and -(1 << 63) <= (number := int(text)) < 1 << 64:
+        return number
+    return float(text)
 
 
 def check_characters(data: bytes, value: Any, where: str) -> None:

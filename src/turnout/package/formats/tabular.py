@@ -25,6 +25,7 @@ from turnout.package.scan import ReadError, Scan, parse_json, read_error
 from turnout.types import Task
 
 LIMIT = 128 << 20
+MAX_CLASSES = 100_000
 PICKLES = (".pkl", ".pickle", ".joblib")
 FASTTEXT = b"\xba\x16\x4f\x2f"
 
@@ -108,28 +109,44 @@ def _booster(scan: Scan, rel: str) -> Artifact | None:
 def _xgboost(rel: str, value: dict[str, Any]) -> Artifact:
     learner = value["learner"]
     artifact = Artifact(f"xgboost:{rel}", ArtifactKind.XGBOOST, rel, [rel])
-    parameters = learner.get("learner_model_param") or {}
-    objective = str((learner.get("objective") or {}).get("name") or "")
-    booster = str((learner.get("gradient_booster") or {}).get("name") or "")
+    parameters = _part(learner, "learner_model_param")
+    objective = str(_part(learner, "objective").get("name") or "")
+    booster = str(_part(learner, "gradient_booster").get("name") or "")
     features, classes = _int(parameters.get("num_feature")), _int(parameters.get("num_class")) or 0
-    names = learner.get("feature_names") or []
+    names, types = (learner.get(key) for key in ("feature_names", "feature_types"))
     settings: dict[str, Any] = {
         "features": [str(n) for n in names] if isinstance(names, list) else [],
-        "feature_types": [str(t) for t in learner.get("feature_types") or []],
+        "feature_types": [str(t) for t in types] if isinstance(types, list) else [],
         "objective": objective,
         "booster": booster,
         "num_features": features,
         "num_class": classes,
     }
     classifies = objective.startswith(("binary:", "multi:"))
-    if classifies:
-        settings["classes"] = [str(i) for i in range(max(classes, 2))]
-    artifact.recipe = Recipe("tabular", settings, f"{rel}#/learner", Strength.HEADER)
     artifact.facts["version"] = Fact(value.get("version"), f"{rel}#/version", Strength.HEADER)
     artifact.facts["objective"] = Fact(objective, f"{rel}#/learner/objective/name", Strength.HEADER)
-    task = Task.TABULAR_CLASSIFICATION if classifies else Task.TABULAR_REGRESSION
-    artifact.tasks = [TaskEvidence(task, f"{rel}#/learner/objective/name", Strength.HEADER)]
+    _booster_task(artifact, settings, classifies, f"{rel}#/learner", f"{rel}#/learner/objective/name")
     return artifact
+
+
+def _booster_task(artifact: Artifact, settings: dict[str, Any], classifies: bool, source: str, objective: str) -> None:
+    """Recipe and task of a booster; its classes have numbers for names."""
+    classes = max(settings["num_class"], 2)
+    if classifies and classes <= MAX_CLASSES:
+        settings["classes"] = [str(i) for i in range(classes)]
+    elif classifies:
+        message = f"`{artifact.entry}` claims {classes} classes"
+        artifact.findings.append(
+            Finding("config.invalid", Severity.ERROR, message, source, str(classes), f"at most {MAX_CLASSES}")
+        )
+    artifact.recipe = Recipe("tabular", settings, source, Strength.HEADER)
+    task = Task.TABULAR_CLASSIFICATION if classifies else Task.TABULAR_REGRESSION
+    artifact.tasks = [TaskEvidence(task, objective, Strength.HEADER)]
+
+
+def _part(learner: dict[str, Any], name: str) -> dict[str, Any]:
+    value = learner.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _int(value: Any) -> int | None:
@@ -159,12 +176,8 @@ def _lightgbm(scan: Scan, rel: str) -> Artifact | None:
         "num_features": (_int(values.get("max_feature_idx")) or 0) + 1,
         "num_class": classes,
     }
-    if classifies:
-        settings["classes"] = [str(i) for i in range(max(classes, 2))]
-    artifact.recipe = Recipe("tabular", settings, f"{rel}#header", Strength.HEADER)
     artifact.facts["version"] = Fact(values.get("version"), f"{rel}#version", Strength.HEADER)
-    task = Task.TABULAR_CLASSIFICATION if classifies else Task.TABULAR_REGRESSION
-    artifact.tasks = [TaskEvidence(task, f"{rel}#objective", Strength.HEADER)]
+    _booster_task(artifact, settings, classifies, f"{rel}#header", f"{rel}#objective")
     return artifact
 
 
