@@ -17,6 +17,7 @@ SHOW = 2>&1 | tee $(PIP_LOG) | awk '/Downloading .*[MG]B\)/ { sub(/-(cp|py)[0-9]
 WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart 0 -q
 # A small model in 4 bits is a coin's edge away from another first word; one sentence is what it does best.
 ASK := turnout run smollm2 "What is the capital of France?" --system "Answer in one short sentence."
 
@@ -78,7 +79,9 @@ check: $(STAMPS)/check
 
 test: $(STAMPS)/test $(STAMPS)/models check
 	@echo "==> pytest"
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q $(PYTEST_ARGS)
+	@# Backends are tested inside the test process; their native libraries meet nothing else there.
+	@$(TEST_ENV) $(PYTEST) tests/backends $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTEST) tests --ignore tests/backends $(PYTEST_ARGS)
 
 bench: $(STAMPS)/check
 	@$(BIN)/python -m tests.bench
