@@ -78,7 +78,7 @@ BUILDS_ON = {
 MAX_FILE, MAX_FUNCTION = 500, 80
 # Tables rather than procedures.
 LONG_FUNCTIONS = {"turnout.tasks.contract._contracts"}
-MACHINE = re.compile(r"/work/|/root/|/home/\w|/tmp/inst|/opt/pypi|/opt/wheels|files\.pythonhosted|pypi\.org/simple")
+MACHINE = re.compile(r"/(?:home|root|Users|work|opt|srv)/[a-z]|/tmp/inst\b")
 HEAVY = {*ROOMS, "scipy", "pandas", "PIL"}
 
 
