@@ -55,6 +55,11 @@ class Session:
 
     def run(self, request, emit=None):
         misbehave(request.options.get("variant"))
+        if request.options.get("variant") == "talk":
+            held = []
+            while True:
+                held.append(bytearray(1 << 20))
+                emit("on and on")
         if emit:
             emit("a")
             emit("b")

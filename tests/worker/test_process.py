@@ -91,6 +91,27 @@ def test_too_much_memory_is_ended_at_its_limit(worker: Worker, message: dict[str
     assert worker.pid is None
 
 
+@pytest.mark.parametrize(
+    ("timeout", "memory_bytes", "code"), [(0.5, None, "runtime.timeout"), (60, 400 << 20, "memory.insufficient")]
+)
+def test_limits_hold_for_a_worker_that_never_falls_silent(
+    worker: Worker, message: dict[str, Any], timeout: float, memory_bytes: int | None, code: str
+) -> None:
+    worker.call("load", case=message, **CALL)
+    heard: list[str] = []
+    with pytest.raises(WorkerError) as caught:
+        worker.call(
+            "run",
+            timeout=timeout,
+            memory_bytes=memory_bytes,
+            request=request("talk"),
+            stream=True,
+            on_event=heard.append,
+        )
+    assert caught.value.code == code and heard
+    assert worker.pid is None
+
+
 def test_errors_come_back_as_what_they_were(worker: Worker, message: dict[str, Any]) -> None:
     worker.call("load", case=message, **CALL)
     with pytest.raises(InputError, match="no such thing") as caught:

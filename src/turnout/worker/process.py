@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -83,34 +84,52 @@ class Worker:
         self.start()
         assert self._socket is not None
         try:
-            wire.send(self._socket, {"op": op, "arguments": arguments})
+            with self._lifeline(op):
+                wire.send(self._socket, {"op": op, "arguments": arguments})
             return self._await_reply(op, time.monotonic() + timeout, timeout, memory_bytes, on_event)
-        except (EOFError, BrokenPipeError, ConnectionError):
-            raise self._death(op) from None
         except BaseException as error:
-            # An interrupt or a failing event handler leaves a reply under way; without it the next
-            # call would read the wrong answer.
+            # An interrupt leaves a reply under way; the next call would read it as its own.
             if not isinstance(error, TurnoutError):
                 self.kill()
             raise
+
+    @contextlib.contextmanager
+    def _lifeline(self, op: str) -> Iterator[None]:
+        """Turns a broken connection to the worker, and nothing else, into the worker's death."""
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            raise self._death(op) from None
 
     def _await_reply(
         self, op: str, deadline: float, timeout: float, memory_bytes: int | None, on_event: Callable[[Any], None] | None
     ) -> Any:
         assert self._socket is not None
+        due = time.monotonic() + TICK_S
         while True:
             ready, _, _ = select.select([self._socket], [], [], TICK_S)
-            if not ready:
+            if not ready or time.monotonic() > due:  # limits hold for a worker that never falls silent, too
                 self._enforce(op, deadline, timeout, memory_bytes)
+                due = time.monotonic() + TICK_S
+            if not ready:
                 continue
-            message = wire.receive(self._socket)
+            with self._lifeline(op):
+                message = wire.receive(self._socket)
             if "event" in message:
                 if on_event is not None:
-                    on_event(message["event"])
+                    self._hand_on(message["event"], on_event)
             elif "error" in message:
                 raise _rebuild_error(message["error"])
             else:
                 return message["result"]
+
+    def _hand_on(self, event: Any, on_event: Callable[[Any], None]) -> None:
+        try:
+            on_event(event)
+        except BaseException:
+            # Whatever the handler raises, errors of ours too: the reply is still under way.
+            self.kill()
+            raise
 
     def _enforce(self, op: str, deadline: float, timeout: float, memory_bytes: int | None) -> None:
         if time.monotonic() > deadline:
