@@ -1,4 +1,4 @@
-"""Words shared by every level: task ids, modalities, devices, sampling parameters. No logic."""
+"""Words shared by every level: task ids, modalities, devices, sampling parameters. Next to no logic."""
 
 from __future__ import annotations
 
@@ -110,3 +110,11 @@ class Result:
     output: Any
     executed: Executed
     timings: dict[str, float]
+
+
+def count_of(value: object) -> int | None:
+    """Whole number of at least 1 that an option's value (number or text) states, else None."""
+    if isinstance(value, bool):
+        return None
+    text = str(value).strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 and int(text) else None

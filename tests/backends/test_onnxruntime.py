@@ -307,11 +307,17 @@ def test_texts_go_in_and_out(tmp_path: Path) -> None:
 def test_kinds_are_not_crossed() -> None:
     assert to_port(np.int32([1]), "tensor(int64)", "x").dtype == np.int64
     assert to_port(np.float64([1]), "tensor(float16)", "x").dtype == np.float16
+    assert to_port(np.int64([0, 1]), "tensor(bool)", "x").tolist() == [False, True]
     for value, kind in (
         (np.float32([1]), "tensor(int64)"),
         (np.array(["a"]), "tensor(float)"),
         (np.int64([1]), "tensor(string)"),
         (np.float32([1]), "tensor(bfloat16)"),
+        (np.float32([0.5]), "tensor(bool)"),
+        (np.complex64([1j]), "tensor(float)"),
+        (np.array(["2020"], "datetime64[s]"), "tensor(int64)"),
+        (np.int64([1 << 40]), "tensor(int32)"),
+        (np.int64([-1]), "tensor(uint64)"),
     ):
         with pytest.raises(InputError, match="input `x`"):
             to_port(value, kind, "x")
@@ -436,6 +442,58 @@ def test_tokens_with_and_without_a_cache_are_those_of_numpy(prompts: Path, past:
     assert ("no cache" in evidence.log) is not past
     probed = BACKEND.probe(session)
     assert probed.outcome is Outcome.PASS and probed.measurements["tokens_per_s"] > 0
+
+
+def test_both_ways_draw_the_same_tokens_and_stop_at_the_same_text(prompts: Path) -> None:
+    """With a cache and without, a seed decides what is drawn; the whole text comes before a stop string."""
+    found: list[list[str]] = []
+    for past in (False, True):
+        case = case_of(attention_package(prompts / f"drawn{past}", past), Task.TEXT_GENERATION)
+        session = BACKEND.load(BACKEND.plan(case))
+
+        def text(session: Any = session, **sampling: Any) -> str:
+            request = Request(Task.TEXT_GENERATION, {"prompt": "w1 w2 w3"}, Sampling(max_tokens=16, **sampling))
+            output: str = session.run(request).text
+            return output
+
+        whole = text()
+        stop = next(w for w in whole.split() if w != whole.split()[0])
+        draws = [text(temperature=20.0, seed=seed) for seed in (1, 1, 2)]
+        assert draws[0] == draws[1] != draws[2]
+        assert text(temperature=20.0, seed=2, top_k=1) == whole
+        assert text(stop=(stop,)) == whole[: whole.index(stop)]
+        found.append([whole, *draws])
+    assert found[0] == found[1]
+
+
+def test_the_context_bounds_prompt_and_text(prompts: Path) -> None:
+    """64 places are in the graph's table: an option can lessen them, never add to them."""
+    for asked, limit in ((None, 64), ("9", 9), ("100000", 64)):
+        options = {} if asked is None else {"context": asked}
+        case = case_of(attention_package(prompts / f"context{asked}", True), Task.TEXT_GENERATION, **options)
+        session = BACKEND.load(BACKEND.plan(case))
+        session.adapter.prompter.eos_ids = frozenset()  # only the context ends the text
+        output = session.run(Request(case.task, {"prompt": "w1 w2 w3"}, Sampling(max_tokens=200)))
+        assert (output.prompt_tokens + output.completion_tokens, output.finish_reason) == (limit, "length")
+        with pytest.raises(InputError, match=f"the prompt has 70 tokens, the context {limit}"):
+            session.run(Request(case.task, {"prompt": " ".join(["w1"] * 70)}))
+
+
+@pytest.mark.parametrize("asked", ["abc", "-3", "0"])
+def test_no_context_is_no_crash(prompts: Path, asked: str) -> None:
+    case = case_of(attention_package(prompts / f"context{asked}", True), Task.TEXT_GENERATION, context=asked)
+    with pytest.raises(InputError, match=f"context={asked}") as caught:
+        BACKEND.load(BACKEND.plan(case))
+    assert caught.value.code == "option.unsupported"
+
+
+def test_a_template_that_is_no_text(prompts: Path) -> None:
+    named = prompts / "bytes.jinja"
+    named.write_bytes(b"\xff\xfe\0")
+    case = case_of(attention_package(prompts / "chat", True), Task.CHAT, chat_template=str(named))
+    with pytest.raises(InputError, match="bytes.jinja") as caught:
+        BACKEND.load(BACKEND.plan(case))
+    assert caught.value.code == "template.invalid"
 
 
 def test_states_that_lead_nowhere_are_named(prompts: Path) -> None:

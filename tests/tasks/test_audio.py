@@ -80,6 +80,9 @@ def test_arrays_are_scaled_by_their_type() -> None:
     [
         (WAVE, None, "rate"),
         (WAVE, -1, "rate"),
+        (WAVE, 0.5, "rate"),
+        (WAVE, "fast", "rate"),
+        (WAVE, float("nan"), "rate"),
         (np.zeros(0), RATE, "empty"),
         (np.array([0.0, np.nan]), RATE, "finite"),
         (np.array(["a"]), RATE, "numbers"),
@@ -107,6 +110,19 @@ def test_other_encodings_and_contradicting_rates_are_named(tmp_path: Path) -> No
         read_audio(wav(tmp_path / "alaw.wav", bytes(8), 6, 8))
     with pytest.raises(InputError, match="16000 samples a second, the request says 8000"):
         read_audio(wav(tmp_path / "a.wav", bytes(8), 1, 16), 8000)
+
+
+def test_what_is_there_counts_not_what_the_header_claims(tmp_path: Path) -> None:
+    """A recorder that streams claims 4 GiB; more than the limit is refused, not cut off in silence."""
+    path = wav(tmp_path / "stream.wav", (WAVE * 32768).astype("<i2").tobytes(), 1, 16)
+    content = path.read_bytes()
+    at = content.index(b"data") + 4
+    path.write_bytes(content[:at] + b"\xff\xff\xff\xff" + content[at + 4 :])
+    np.testing.assert_allclose(read_audio(path)[0], WAVE, atol=1e-6)
+    with path.open("r+b") as stream:  # sparse: no byte of it is written
+        stream.truncate(at + 4 + (3 << 30))
+    with pytest.raises(InputError, match="bytes of sound, the limit is"):
+        read_audio(path)
 
 
 # ---- segments ----------------------------------------------------------------------------------

@@ -145,6 +145,16 @@ def test_pictures_of_all_modes(tmp_path: Path) -> None:
     assert read_image(PICTURE[:, :, 0]).shape == (61, 83, 3)
 
 
+def test_deep_pictures_keep_their_greys(tmp_path: Path) -> None:
+    """Pillow's own way to RGB makes every value over 255 white."""
+    grey = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8)
+    Image.fromarray(grey).save(tmp_path / "deep.png")
+    np.testing.assert_array_equal(read_image(tmp_path / "deep.png")[:, :, 1], grey // 256)
+    Image.fromarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)).save(tmp_path / "float.tiff")
+    with pytest.raises(InputError, match=r"float.tiff.*32 bits"):
+        read_image(tmp_path / "float.tiff")
+
+
 def test_pictures_are_turned_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held on its side
@@ -173,6 +183,9 @@ def test_sizes_are_bounded_before_anything_is_decoded(tmp_path: Path) -> None:
     header_only(tmp_path / "big.png", 8000, 5001)
     with pytest.raises(InputError, match="8000 x 5001 pixels, the limit is 40000000"):
         read_image(tmp_path / "big.png")
+    header_only(tmp_path / "wide.png", 10000, 10000)  # what Pillow itself warns of
+    with pytest.raises(InputError, match="10000 x 10000 pixels"):
+        read_image(tmp_path / "wide.png")
     header_only(tmp_path / "bomb.png", 1 << 30, 1 << 30)  # what Pillow itself calls a bomb
     with pytest.raises(InputError, match="bomb.png"):
         read_image(tmp_path / "bomb.png")

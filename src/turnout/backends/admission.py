@@ -7,7 +7,7 @@ from typing import Any
 from turnout.backends.base import Admission, Estimates
 from turnout.config import WORKER
 from turnout.package.facts import Architecture, Artifact, ArtifactKind
-from turnout.types import Task
+from turnout.types import Task, count_of
 
 DEFAULT_CONTEXT = 4096
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -42,7 +42,8 @@ def estimate(artifact: Artifact, task: str, backend: str, options: dict[str, Any
     if task in CACHING and artifact.architecture is not None:
         per_token = kv_bytes_per_token(artifact.architecture)
         limit = artifact.architecture.dims.get("max_position_embeddings") or DEFAULT_CONTEXT
-        context = int(options.get("context") or min(limit, DEFAULT_CONTEXT))
+        # A value that counts nothing is refused as a requirement; here the default stands in for it.
+        context = count_of(options.get("context")) or min(limit, DEFAULT_CONTEXT)
     peak = weights + per_token * context + RUNTIME_BYTES.get(backend, 300 << 20)
     return Estimates(weights, per_token, context, peak, round(weights / 1e9 + 0.5, 2))
 

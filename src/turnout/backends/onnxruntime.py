@@ -84,7 +84,7 @@ class OnnxGraph:
 
 
 def to_port(value: Any, kind: str, name: str) -> Any:
-    """``value`` in the element type of a port (``tensor(float)``); width may change, kind never."""
+    """``value`` in the element type of a port (``tensor(float)``); width may change, kind and number never."""
     import numpy as np
 
     array = np.asarray(value)
@@ -96,8 +96,14 @@ def to_port(value: Any, kind: str, name: str) -> Any:
         if wanted != "str" or array.dtype.kind not in "USO":
             raise InputError(f"input `{name}` takes {wanted}, got {array.dtype}", code="graph.io_mismatch")
         return array.astype(object)
-    if array.dtype.kind == "f" and "int" in wanted:
+    if not np.can_cast(array.dtype, np.dtype(wanted), "same_kind") and not (
+        array.dtype.kind in "iu" and np.dtype(wanted).kind in "iub"  # the range is looked at below; masks may be bool
+    ):
         raise InputError(f"input `{name}` takes {wanted}, got {array.dtype}", code="graph.io_mismatch")
+    if np.dtype(wanted).kind in "iu" and array.size:
+        least, most = int(array.min()), int(array.max())
+        if least < np.iinfo(wanted).min or most > np.iinfo(wanted).max:
+            raise InputError(f"input `{name}` takes {wanted}, got {least} to {most}", code="graph.io_mismatch")
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 

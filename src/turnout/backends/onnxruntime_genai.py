@@ -128,10 +128,10 @@ class GenAISession:
             raise LoadError("the session is closed")
         ids = self.prompter.ids(request)
         sampling, room = request.sampling, self.prompter.room(len(ids), request.sampling.max_tokens)
-        generator = self._generator(sampling, len(ids) + max(room, 0))
         stream = TextStream(self.prompter.text, sampling.stop, emit)
         reason, count = "length", 0
         try:
+            generator = self._generator(sampling, len(ids) + max(room, 0))
             generator.append_tokens(ids)
             while count < room and not generator.is_done():
                 generator.generate_next_token()

@@ -20,7 +20,7 @@ from turnout.backends.base import (
 from turnout.config import OPTIONS
 from turnout.package.facts import Artifact, ArtifactKind, CodeNeed, Finding, Severity
 from turnout.tasks.contract import CONTRACTS
-from turnout.types import Task
+from turnout.types import Task, count_of
 
 REFUSING = (Severity.ERROR, Severity.FATAL)
 TEMPLATE_TASKS = frozenset({Task.CHAT, Task.IMAGE_TEXT_TO_TEXT})
@@ -455,9 +455,12 @@ def truthy(value: Any) -> bool:
     return value is True or str(value).strip().lower() in ("1", "true", "yes", "on")
 
 
+COUNTS = ("context", "history", "max_length")
+
+
 def _options(case: Case) -> list[Requirement]:
     strange = [name for name in case.options if name not in OPTIONS]
-    return [
+    found = [
         unmet(
             Kind.OPTION,
             "option.unsupported",
@@ -466,4 +469,11 @@ def _options(case: Case) -> list[Requirement]:
             expected=", ".join(OPTIONS),
         )
         for name in strange
-    ] or [met("options", Kind.OPTION)]
+    ]
+    for name in COUNTS:
+        if name in case.options and count_of(case.options[name]) is None:
+            observed = str(case.options[name])
+            message = f"`{name}={observed}` counts nothing"
+            expected = "a whole number of at least 1"
+            found.append(unmet(Kind.OPTION, "option.unsupported", message, observed=observed, expected=expected))
+    return found or [met("options", Kind.OPTION)]

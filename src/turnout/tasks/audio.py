@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -21,7 +22,7 @@ WINDOWS = {16000: (512, 64), 8000: (256, 32)}
 UNITS = 128
 MAX_SECONDS = 6 * 3600
 MAX_RATE = 1_000_000
-MAX_BYTES = 1 << 31
+MAX_BYTES = 1 << 31  # of sound in a file
 # Encodings of a WAV file by format code (1 integers, 3 floats) and bits.
 EXTENSIBLE = 0xFFFE
 ENCODINGS = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
@@ -35,14 +36,15 @@ def read_audio(value: Any, rate: Any = None) -> tuple[NDArray[np.float32], int]:
     """
     import numpy as np
 
+    said = None if rate is None else _rate(rate)
     if isinstance(value, (str, Path)):
-        samples, stored = _read_wav(Path(value))
-        if rate is not None and int(rate) != stored:
-            raise InputError(f"`{value}` has {stored} samples a second, the request says {rate}")
-        rate = stored
+        samples, hertz = _read_wav(Path(value))
+        if said is not None and said != hertz:
+            raise InputError(f"`{value}` has {hertz} samples a second, the request says {said}")
     else:
-        if rate is None or not 0 < float(rate) < MAX_RATE:
-            raise InputError("samples without a usable rate", hints=["give `sampling_rate` in hertz"])
+        if said is None:
+            raise InputError("samples without a rate", hints=["give `sampling_rate` in hertz"])
+        hertz = said
         samples = np.asarray(value)
         if samples.dtype.kind not in "fiu":
             raise InputError(f"samples must be numbers, got {samples.dtype}")
@@ -53,9 +55,20 @@ def read_audio(value: Any, rate: Any = None) -> tuple[NDArray[np.float32], int]:
         raise InputError(f"the sound is empty or no wave: shape {list(samples.shape)}")
     if not np.isfinite(samples).all():
         raise InputError("the sound holds values that are not finite")
-    if samples.size > MAX_SECONDS * int(rate):
+    if samples.size > MAX_SECONDS * hertz:
         raise InputError(f"the sound is longer than {MAX_SECONDS} seconds", hints=["split it"])
-    return samples.astype(np.float32), int(rate)
+    return samples.astype(np.float32), hertz
+
+
+def _rate(value: Any) -> int:
+    """A rate in hertz. Raises ``InputError`` for what is no whole number of samples a second."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 1 <= number < MAX_RATE or number != int(number):
+        raise InputError(f"`{value}` is no rate of sound", hints=["give `sampling_rate` in hertz"])
+    return int(number)
 
 
 def _scaled(samples: NDArray[Any]) -> NDArray[np.float32]:
@@ -103,7 +116,11 @@ def _chunks(stream: BinaryIO) -> tuple[bytes, bytes]:
             raise ValueError("it has no sound")
         name, size = head[:4], struct.unpack("<I", head[4:])[0]
         if name == b"data" and len(header) >= 16:
-            return header, stream.read(min(size, MAX_BYTES))
+            # A stream's header claims 2^32 - 1 bytes: what is there counts.
+            size = min(size, os.fstat(stream.fileno()).st_size - stream.tell())
+            if size > MAX_BYTES:
+                raise ValueError(f"it holds {size} bytes of sound, the limit is {MAX_BYTES}")
+            return header, stream.read(size)
         if name == b"fmt ":
             header = stream.read(min(size, 64))
             size -= len(header)

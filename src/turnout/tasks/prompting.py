@@ -25,7 +25,7 @@ class Prompter:
         self.tokens = _special_tokens(artifact)
         self.eos_ids = _eos_ids(artifact, self.tokenizer)
         dims = artifact.architecture.dims if artifact.architecture else {}
-        self.limit = int(options.get("context") or dims.get("max_position_embeddings") or 0)
+        self.limit = _limit(options.get("context"), int(dims.get("max_position_embeddings") or 0))
 
     def ids(self, request: Request) -> list[int]:
         """Token ids. Raises ``InputError`` for messages that the template refuses, an empty prompt, and
@@ -56,13 +56,27 @@ class Prompter:
         return decoded
 
 
+def _limit(asked: Any, stated: int) -> int:
+    """Context in tokens: the package's, or less where the option ``context`` says so; 0 when nobody does."""
+    try:
+        wanted = int(asked) if asked is not None else 0
+    except (TypeError, ValueError):
+        wanted = -1
+    if wanted < 0 or (wanted == 0 and asked is not None):
+        raise InputError(f"`context={asked}` is no number of tokens", code="option.unsupported")
+    return min(wanted, stated) if wanted and stated else wanted or stated
+
+
 def _template(artifact: Artifact, options: dict[str, Any]) -> str:
     named = options.get("chat_template")
     if named:
         path = Path(str(named))
         if not path.is_file() or path.stat().st_size > READ.template_bytes:
             raise InputError(f"no usable chat template at `{named}`", code="template.missing")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"the chat template `{named}` is no text: {error}", code="template.invalid") from None
     templates = sorted((t for t in artifact.templates if t.valid), key=lambda t: t.name != "default")
     return templates[0].text if templates else ""
 

@@ -16,6 +16,7 @@ from turnout.types import Request
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from PIL import Image
 
 MAX_PIXELS = 40_000_000
 MIN_SIDE = 2
@@ -43,18 +44,37 @@ def read_image(value: Any) -> NDArray[np.uint8]:
 
 
 def _decode(path: Path) -> NDArray[np.uint8]:
-    import numpy as np
+    import warnings
+
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
+        # Pillow warns before it refuses; the size is checked here before anything is decoded.
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+            opened = Image.open(path)
+        with opened as image:
             _check_size(image.width, image.height, f"`{path}`")
             upright = ImageOps.exif_transpose(image) or image
-            return np.asarray(upright.convert("RGB"), dtype=np.uint8)
+            return _bytes_of(upright, path)
     except Image.DecompressionBombError:
         raise InputError(f"`{path}` has more than {MAX_PIXELS} pixels", hints=["scale the picture down"]) from None
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
         raise InputError(f"`{path}` is no picture that can be read: {error}", code="artifact.corrupt") from None
+
+
+def _bytes_of(image: Image.Image, path: Path) -> NDArray[np.uint8]:
+    """Pixels [height, width, 3] of a picture of any mode. Pillow would cut off what exceeds a byte."""
+    import numpy as np
+
+    if image.mode.startswith("I;16"):  # the upper byte, as Pillow does it for 16-bit colours
+        grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise InputError(
+            f"`{path}` holds values of 32 bits, whose black and white are not stated",
+            hints=["convert it to 8 or 16 bits a channel"],
+        )
+    return np.asarray(image.convert("RGB"), dtype=np.uint8)
 
 
 def _check_size(width: int, height: int, what: str) -> None:

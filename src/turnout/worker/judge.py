@@ -171,12 +171,22 @@ class Judge:
 
     # ---- one case -------------------------------------------------------------------------
 
-    def verdict(self, package: Package, case: Case, backend: str) -> Verdict:
-        """Verdict of one case, with recorded evidence and admission."""
+    def verdict(self, package: Package, case: Case, backend: str, execute: bool = False) -> Verdict:
+        """Verdict of one case, with recorded evidence and admission. ``execute`` first runs a case that
+        is supported or unknown and fits memory; the backend is asked once either way."""
         chosen = registry.get(backend)
         build = chosen.describe()
         assessment = self._assess(package, case, chosen, build)
         self._offer_siblings(package, case, chosen, assessment)
+        verdict = self._conclude(package, case, backend, build, assessment)
+        if execute and _worth_running(verdict):
+            self.execute(package, case, backend)
+            verdict = self._conclude(package, case, backend, build, assessment)
+        return verdict
+
+    def _conclude(
+        self, package: Package, case: Case, backend: str, build: BackendBuild, assessment: Assessment
+    ) -> Verdict:
         estimates = estimate(case.artifact, case.task, backend, case.options)
         recorded, key = self._recorded(package, case, backend, build)
         verdict = judge(case, backend, assessment, estimates, recorded)
@@ -349,11 +359,7 @@ def check(
         verdicts = []
         for case in cases_of(package, select_artifacts(package, artifact), task, device, options or {}):
             for name in names:
-                verdict = mine.verdict(package, case, name)
-                if execute and _worth_running(verdict):
-                    mine.execute(package, case, name)
-                    verdict = mine.verdict(package, case, name)
-                verdicts.append(verdict)
+                verdicts.append(mine.verdict(package, case, name, execute))
     finally:
         if judge is None:
             mine.close()
