@@ -64,8 +64,22 @@ class Modality(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What generated text must match: ``kind`` is json_schema, json_object, regex, lark or choice, ``text`` its
+    source (a JSON list of strings for choice, empty for json_object)."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. ``temperature`` 0 is greedy."""
+    """How the next token is drawn. ``temperature`` 0 is greedy; every default changes nothing.
+
+    Applied in this order: ``logit_bias``, penalties, ``grammar``, ``temperature``, ``top_k``, ``top_p``,
+    ``min_p``, ``typical_p``, XTC, draw. The fields from ``min_p`` on need the generation engine; a backend
+    without it refuses them by name.
+    """
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -73,6 +87,35 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0  # of the most likely token's probability
+    typical_p: float = 1.0  # mass of the locally typical set (Meister et al. 2023)
+    xtc_probability: float = 0.0  # chance that the most likely tokens above the threshold are left out
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over output, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # 0 switches DRY off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    min_tokens: int = 0  # ends are masked before
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the stop string in the text
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # most likely alternatives reported per token; 0 reports the token's own
+    logprobs_after: bool = False  # probabilities after processing rather than the model's own
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    grammar: Grammar | None = None
+    processors: tuple[str, ...] = ()  # plug-in logits processors and stopping criteria, by name
+    watermark: str | None = None  # name of a watermark configured at load
+
+
+# Sampling fields that every generating backend honours; the others need the engine.
+BASIC_SAMPLING = frozenset({"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The generation engine: one scheduler, sampler and stream over several executors."""
