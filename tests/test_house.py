@@ -31,22 +31,35 @@ LEVELS = {
     "turnout.backends.admission": 2,
     "turnout.evidence": 2,
     "turnout.backends": 3,
+    "turnout.engine": 3,
+    "turnout.quantize": 3,
     "turnout.worker": 4,
     "turnout.api": 4,
     "turnout.cli": 5,
 }
 # Library to the modules that may import it; nothing else may, not even inside a function.
 ROOMS = {
-    "torch": {"turnout.backends.transformers", "turnout.backends.sentence_transformers", "turnout.backends.diffusers"},
+    "torch": {
+        "turnout.backends.transformers",
+        "turnout.backends.torch_native",
+        "turnout.backends.sentence_transformers",
+        "turnout.backends.diffusers",
+        "turnout.backends.openvino_executor",  # the exporter works on a torch model
+        "turnout.quantize",
+    },
     "transformers": {
         "turnout.backends.transformers",
+        "turnout.backends.torch_native",
+        "turnout.backends.openvino_executor",
         "turnout.backends.sentence_transformers",
         "turnout.backends.diffusers",
     },
     "peft": {"turnout.backends.transformers"},
-    "accelerate": {"turnout.backends.transformers", "turnout.backends.diffusers"},
-    "gguf": {"turnout.backends.transformers"},
+    "accelerate": {"turnout.backends.transformers", "turnout.backends.diffusers", "turnout.backends.torch_native"},
+    "gguf": {"turnout.backends.transformers", "turnout.backends.torch_native", "turnout.quantize"},
     "safetensors": {
+        "turnout.backends.torch_native",
+        "turnout.quantize",
         "turnout.backends.transformers",
         "turnout.backends.sentence_transformers",
         "turnout.backends.diffusers",
@@ -54,7 +67,7 @@ ROOMS = {
     "sentence_transformers": {"turnout.backends.sentence_transformers"},
     "diffusers": {"turnout.backends.diffusers"},
     "xllamacpp": {"turnout.backends.llamacpp"},
-    "llama_cpp": set(),
+    "llama_cpp": {"turnout.backends.llamacpp"},
     "onnxruntime": {"turnout.backends.onnxruntime"},
     "onnx": {"turnout.backends.onnxruntime"},
     "onnxruntime_genai": {"turnout.backends.onnxruntime_genai"},
@@ -73,6 +86,7 @@ ROOMS = {
 BUILDS_ON = {
     "sentence_transformers": {"transformers"},
     "diffusers": {"transformers"},
+    "torch_native": {"transformers"},
     "openvino_genai": {"openvino"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80
@@ -175,7 +189,7 @@ def test_a_library_is_imported_in_its_room_only() -> None:
         for module, path in modules().items()
         for target, line in imports(module, path)
         if (rooms := ROOMS.get(target.split(".")[0])) is not None
-        and not any(module == room or module.startswith(room + "_") for room in rooms)
+        and not any(module == room or module.startswith((room + "_", room + ".")) for room in rooms)
     ]
     assert not outside, "\n".join(outside)
 
