@@ -72,3 +72,10 @@ class MemoryAdmissionError(TurnoutError):
 
     http_status = 503
     default_code = "memory.insufficient"
+
+
+class OverloadedError(TurnoutError):
+    """The queue is full; the same request may succeed later."""
+
+    http_status = 429
+    default_code = "runtime.overloaded"

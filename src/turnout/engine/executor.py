@@ -35,6 +35,19 @@ class Capabilities:
     notes: tuple[str, ...] = ()  # what is missing or approximate, for people
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutorOptions:
+    """What an executor is opened with; None leaves the choice to it."""
+
+    slots: int = 16
+    context: int | None = None  # tokens of one sequence; None takes the model's own, as far as memory allows
+    cache_tokens: int | None = None  # tokens over all sequences
+    step_tokens: int | None = None
+    threads: int | None = None  # None: every core of this process
+    kv_dtype: str | None = None  # of the cache: float32, bfloat16, float16, int8
+    quantize: str | None = None  # q8, q6, q5, q4, q3, auto: weights are converted while they load
+
+
 @dataclass(slots=True)
 class Row:
     """Tokens appended to one slot in one step.

@@ -49,12 +49,19 @@ def sample(logits: NDArray[Any], sampling: Sampling, rng: np.random.Generator) -
     return int(order[rng.choice(order.size, p=weights)])
 
 
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Place and stop string of the first one in ``text``; of several at one place, the longest."""
+    found = [(place, -len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
 class Stopper:
     """Cuts a stream of text before the first stop string; holds back what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stop for stop in stops if stop)
         self.stopped = False
+        self.matched: str | None = None  # the stop string that was met
         self._held = ""
 
     def feed(self, piece: str) -> str:
@@ -62,10 +69,10 @@ class Stopper:
         if self.stopped:
             return ""
         text = self._held + piece
-        places = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
-        if places:
-            self.stopped, self._held = True, ""
-            return text[: min(places)]
+        found = first_stop(text, self.stops)
+        if found is not None:
+            self.stopped, self._held, self.matched = True, "", found[1]
+            return text[: found[0]]
         keep = self._may_begin(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -114,8 +121,8 @@ class TextStream:
     def finish(self) -> str:
         """The whole text, after the last id: all ids decoded at once, cut at the first stop string."""
         text = self._decode(self.ids)
-        places = [place for place in (text.find(stop) for stop in self._stopper.stops) if place >= 0]
-        text = text[: min(places)] if places else text
+        found = first_stop(text, self._stopper.stops)
+        text = text[: found[0]] if found else text
         if text.startswith(self._sent):
             self._pass(text[len(self._sent) :])
         return text
@@ -124,6 +131,16 @@ class TextStream:
     def stopped(self) -> bool:
         """Whether a stop string was met."""
         return self._stopper.stopped
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was met."""
+        return self._stopper.matched
+
+    @property
+    def sent(self) -> str:
+        """Text passed on so far."""
+        return self._sent
 
     def _pass(self, piece: str) -> None:
         if piece:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from turnout.config import READ
 from turnout.errors import InputError
@@ -54,6 +54,58 @@ class Prompter:
         """Text of ids without special tokens."""
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return decoded
+
+
+class Encodes(Protocol):
+    """The part of a vocabulary that prompts need."""
+
+    bos_id: int | None
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text; ``special`` adds what the tokenizer adds around a prompt."""
+        ...
+
+
+class PromptEncoder:
+    """Token ids of a request by any vocabulary: messages through the chat template, text as it is."""
+
+    def __init__(self, artifact: Artifact, options: dict[str, Any], vocabulary: Encodes) -> None:
+        self.template = _template(artifact, options)
+        self.tokens = _special_tokens(artifact)
+        self.vocabulary = vocabulary
+        config = artifact.architecture.config if artifact.architecture else {}
+        start = artifact.generation.decoder_start_id if artifact.generation else None
+        self._start = start if start is not None else config.get("decoder_start_token_id")
+
+    def ids(self, request: Request) -> tuple[list[int], list[int] | None]:
+        """Prompt of the decoder, and of the encoder where the task has one. Raises ``InputError``."""
+        if request.task == Task.CHAT:
+            return self.chat(list(request.inputs["messages"])), None
+        if request.task == Task.TEXT_GENERATION:
+            return self.text(str(request.inputs["prompt"])), None
+        source = self.text(str(request.inputs["text"]))
+        if self._start is None:
+            raise InputError("the package names no first token of the decoder", code="config.unsupported_value")
+        return [int(self._start)], source
+
+    def text(self, text: str) -> list[int]:
+        """Ids of a text; the start token alone for an empty one. Raises ``InputError`` where there is none."""
+        ids = self.vocabulary.encode(text)
+        if not ids and self.vocabulary.bos_id is not None:
+            ids = [self.vocabulary.bos_id]
+        if not ids:
+            raise InputError("the prompt gives no tokens", hints=["this model has no start token: give some text"])
+        return ids
+
+    def chat(self, messages: list[Any], **variables: Any) -> list[int]:
+        """Ids of messages; ``variables`` reach the template. Raises ``InputError`` when it refuses them."""
+        if not self.template:
+            raise InputError("the package has no chat template", code="template.missing")
+        try:
+            text = render(self.template, messages, **{**self.tokens, **variables})
+        except (Refusal, TemplateError) as error:
+            raise InputError(f"the chat template: {error}", code="template.invalid") from None
+        return self.vocabulary.encode(text, special=False)
 
 
 def _limit(asked: Any, stated: int) -> int:

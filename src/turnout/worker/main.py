@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnout.backends import registry
 from turnout.backends.base import (
@@ -35,6 +35,9 @@ from turnout.package.inspect import inspect
 from turnout.types import Request
 from turnout.worker import wire
 
+if TYPE_CHECKING:
+    from turnout.worker.engine_host import EngineHost
+
 ORPHAN_CHECK_S = 1.0
 
 
@@ -44,6 +47,7 @@ class Host:
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit
         self._session: Session | None = None
+        self._engine: EngineHost | None = None
         self._backend = ""
         self._package: tuple[str, Package] | None = None
 
@@ -95,10 +99,7 @@ class Host:
         """Loads a case as a transaction and keeps the session; a failed load leaves nothing behind."""
         self.unload()
         chosen, this = registry.get(backend), self._case(**case)
-        for requirement in common(chosen, this, chosen.describe()):
-            # Also when a caller skipped the verdict: nothing is loaded past a failed integrity check.
-            if requirement.state is State.UNMET and requirement.reason is not None:
-                raise LoadError(requirement.reason.message, code=requirement.reason.code)
+        self._check(backend, this)
         started = time.perf_counter()
         plan: LoadPlan = chosen.plan(this)
         session: Session | None = None
@@ -122,6 +123,13 @@ class Host:
             "implementation": plan.implementation,
             "load_s": time.perf_counter() - started,
         }
+
+    def _check(self, backend: str, case: Case) -> None:
+        """Also when a caller skipped the verdict: nothing is loaded past a failed integrity check."""
+        chosen = registry.get(backend)
+        for requirement in common(chosen, case, chosen.describe()):
+            if requirement.state is State.UNMET and requirement.reason is not None:
+                raise LoadError(requirement.reason.message, code=requirement.reason.code)
 
     def probe(self) -> Evidence:
         """Runs the backend's probe on the loaded session."""
@@ -147,8 +155,37 @@ class Host:
             timings["first_token_s"] = first[0]
         return {"output": output, "timings": timings}
 
+    def open_engine(
+        self,
+        backend: str,
+        case: dict[str, Any],
+        options: dict[str, Any],
+        engine: dict[str, Any],
+        draft: dict[str, Any] | None = None,
+        adapters: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Loads a case into an engine that other processes reach at the returned ``endpoint``."""
+        from turnout.worker.engine_build import open_engine
+
+        self.unload()
+        this = self._case(**case)
+        self._check(backend, this)
+        other = self._case(**draft["case"]) if draft is not None else None
+        started = time.perf_counter()
+        try:
+            self._engine, answer = open_engine(
+                backend, this, options, engine, adapters or {}, (draft["backend"], other) if draft and other else None
+            )
+        except BaseException:
+            gc.collect()
+            raise
+        return {**answer, "load_s": time.perf_counter() - started}
+
     def unload(self) -> None:
-        """Closes the session if there is one."""
+        """Closes the session and the engine if there are any."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from turnout.config import WORKER
-from turnout.errors import InputError, LoadError, NotSupportedError, TurnoutError, WorkerError
+from turnout.errors import InputError, LoadError, NotSupportedError, OverloadedError, TurnoutError, WorkerError
 from turnout.worker import wire
 
-ERRORS = {cls.__name__: cls for cls in (InputError, LoadError, NotSupportedError, WorkerError)}
+ERRORS = {cls.__name__: cls for cls in (InputError, LoadError, NotSupportedError, OverloadedError, WorkerError)}
 TICK_S = 0.1
 
 

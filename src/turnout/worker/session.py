@@ -155,7 +155,7 @@ def load(
         if on_progress:
             judge.progress = on_progress
         try:
-            case, verdict, why = _first_supported(judge, package, wanted, artifact, names, device, options or {})
+            case, verdict, why = first_supported(judge, package, wanted, artifact, names, device, options or {})
             session = Session(package, case, verdict, why, judge.ledger.digest(package, case.artifact), worker)
             judge.progress(f"loading {case.artifact.id} on {verdict.backend}")
             session.load()
@@ -165,7 +165,7 @@ def load(
     return session
 
 
-def _first_supported(
+def first_supported(
     judge: Judge,
     package: Package,
     task: str,
@@ -174,6 +174,8 @@ def _first_supported(
     device: str,
     options: dict[str, Any],
 ) -> tuple[Case, Verdict, str]:
+    """The case to run, its verdict, and why it was preferred. Raises ``NotSupportedError`` with every
+    backend's reason, or ``MemoryAdmissionError``."""
     refused: list[Verdict] = []
     cases = list(cases_of(package, select_artifacts(package, artifact), task, device, options))
     pairs = [(case, name) for case in cases for name in names]

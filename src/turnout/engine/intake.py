@@ -1,0 +1,78 @@
+"""The door of the engine: a request is found good, with all it needs compiled, or refused by name."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from turnout.engine.executor import Capabilities, Vocabulary
+from turnout.engine.grammar import GrammarCompiler
+from turnout.engine.job import Prepared
+from turnout.engine.processors import LogitsProcessor, resolve
+from turnout.engine.request import GenerationRequest
+from turnout.engine.sampler import validate
+from turnout.errors import InputError
+
+MAX_SEQUENCES = 128  # of one request: n and best_of
+
+
+class Intake:
+    """Checks requests against one executor. ``limit``: tokens of one sequence at most, which is the
+    context, or the whole cache when that is smaller."""
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        vocabulary: Vocabulary,
+        limit: int,
+        watermarks: Mapping[str, LogitsProcessor] | None,
+    ) -> None:
+        self.limit = limit
+        self._capabilities = capabilities
+        self._vocabulary = vocabulary
+        self._watermarks = dict(watermarks or {})
+        self._compiler = GrammarCompiler(vocabulary)
+
+    def prepare(self, request: GenerationRequest, adapters: Mapping[str, int]) -> Prepared:
+        """Checks a request and compiles what it needs. Raises ``InputError`` naming value, place and way
+        out; safe to call from another thread."""
+        sampling, capabilities = request.sampling, self._capabilities
+        validate(sampling, capabilities.vocab_size)
+        self._check_prompt(request)
+        if request.adapter is not None and request.adapter not in adapters:
+            known = ", ".join(sorted(adapters)) or "none is loaded"
+            raise InputError(f"no adapter `{request.adapter}` (known: {known})", code="adapter.missing")
+        count = max(sampling.n, sampling.best_of or 0)
+        if count > MAX_SEQUENCES:
+            raise InputError(f"{count} sequences of one request asked, at most {MAX_SEQUENCES} are given")
+        processors, criteria = resolve(sampling.processors)
+        if sampling.watermark is not None:
+            if sampling.watermark not in self._watermarks:
+                known = ", ".join(sorted(self._watermarks)) or "none is configured"
+                raise InputError(f"no watermark `{sampling.watermark}` (known: {known})")
+            processors = [*processors, self._watermarks[sampling.watermark]]
+        stop_ids = frozenset(sampling.stop_token_ids)
+        ends = stop_ids if sampling.ignore_eos else stop_ids | self._vocabulary.eos_ids
+        matcher = self._compiler.compile(sampling.grammar) if sampling.grammar is not None else None
+        first = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        seeds = [(first + index) % (1 << 63) for index in range(count)]
+        return Prepared(request, seeds, self.limit, ends, matcher, processors, criteria)
+
+    def _check_prompt(self, request: GenerationRequest) -> None:
+        capabilities = self._capabilities
+        if not request.prompt:
+            raise InputError("the prompt has no tokens", hints=["give a text, or at least a start token"])
+        bad = next((t for t in request.prompt if not 0 <= t < capabilities.vocab_size), None)
+        if bad is not None:
+            raise InputError(f"token id {bad} is outside the vocabulary (0 to {capabilities.vocab_size - 1})")
+        wanted = 1 if request.sampling.max_tokens else 0
+        if len(request.prompt) + wanted > self.limit:
+            which = "context" if capabilities.context <= self.limit else "cache"
+            raise InputError(
+                f"the prompt has {len(request.prompt)} tokens, the {which} holds {self.limit}",
+                code="context.exceeded",
+                hints=["shorten the prompt" if which == "context" else "shorten the prompt or enlarge the cache"],
+            )
+        if (request.encoder is not None) != capabilities.encoder_decoder:
+            need = "needs" if capabilities.encoder_decoder else "has no"
+            raise InputError(f"this model {need} encoder input")
