@@ -40,6 +40,8 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
+SPACED = {"whitespace_pattern": WHITE_SPACE}
+DEAD_END = "NoExtensionBias"  # llguidance's name for a state that nothing can follow and that is no match
 # Words of llguidance's messages about what a schema may say and it cannot enforce.
 UNSUPPORTED = (
     "unimplemented",
@@ -155,10 +157,12 @@ class GrammarCompiler:
             self._tokenizer = llguidance.LLTokenizer(self._tokens, eos_token=self._tokens.ends)
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
         inner = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        if inner.is_error():
-            raise _refusal(grammar, _tidy(inner.get_error()))
-        if inner.is_stopped() and not inner.is_accepting():
-            raise _refusal(grammar, "Unsatisfiable: no text matches")
+        probe = inner.deep_copy()  # some dead ends and excesses show at the first step only
+        probe.compute_bitmask()
+        probe.compute_ff_tokens()
+        for each in (inner, probe):
+            if each.is_error():
+                raise _refusal(grammar, _tidy(each.get_error()))
         return inner
 
 
@@ -205,29 +209,39 @@ class Matcher:
         """Allowed ids, uint32 [ceil(width / 32)]: id t is bit t % 32 of word t // 32.
 
         Only end tokens (none, if the vocabulary has none) when nothing else can follow. The array is
-        written anew by this matcher's next call. Raises ``InputError`` ``grammar.too_complex`` when the
-        step is beyond a bound; the sequence cannot go on then.
+        written anew by this matcher's next call. Raises ``InputError``, ``grammar.too_complex`` when the
+        step is beyond a bound or ``grammar.unsatisfiable`` at a dead end; the sequence cannot go on then.
         """
         if self._ended:
             return self._only_ends
         self._inner.unsafe_compute_mask_ptr(self._written.ctypes.data, self._written.nbytes)
-        if self._inner.is_error():
-            raise InputError(
-                f"the grammar became too complex after {self._accepted} tokens: {self.error}",
-                code="grammar.too_complex",
-                hints=("simplify the grammar: fewer alternatives, shorter repetitions",),
-            )
+        self._check()
         self._mask[-1] &= self._last
         return self._mask
 
+    def _check(self) -> None:
+        if not self._inner.is_error():
+            return
+        if DEAD_END in self.error:
+            raise InputError(
+                f"the grammar leads to a dead end: nothing can follow the {self._accepted} tokens so far",
+                code="grammar.unsatisfiable",
+            )
+        raise InputError(
+            f"the grammar became too complex after {self._accepted} tokens: {self.error}",
+            code="grammar.too_complex",
+            hints=("simplify the grammar: fewer alternatives, shorter repetitions, longer terminals",),
+        )
+
     def accept(self, token: int) -> bool:
-        """Takes the next token; False, and nothing changed, when it does not fit."""
+        """Takes the next token; False, and nothing changed, when it does not fit. Raises as `mask` does."""
         if self._ended or not 0 <= token < self._width:
             return False
         if token in self._ends and self.complete:
             self._ended = True
             return True
         if self._inner.is_stopped() or self._inner.try_consume_tokens([token]) != 1:
+            self._check()
             return False
         self._accepted += 1
         return True
@@ -246,10 +260,14 @@ class Matcher:
             self._accepted -= count
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, as drafts; often none. Those of the text's own tokenisation."""
+        """Tokens that must follow, as drafts; often none. Those of the text's own tokenisation.
+
+        Raises as `mask` does."""
         if self.stopped:
             return []
-        return [t for t in self._inner.compute_ff_tokens() if t < self._width]
+        forced = self._inner.compute_ff_tokens()
+        self._check()
+        return [t for t in forced if t < self._width]
 
     def reset(self) -> None:
         """Back to the start of the text."""
@@ -276,22 +294,30 @@ def _library() -> Any:
 
 def _source(grammar: Grammar) -> str:
     """llguidance's own form of a grammar. Raises ``InputError`` for what can be seen before compiling."""
-    size = len(grammar.text.encode("utf-8", "replace"))
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError as error:
+        raise InputError(f"the {grammar.kind} grammar is not Unicode: {error}", code="grammar.invalid") from None
     if size > MAX_TEXT:
         raise InputError(
             f"a {grammar.kind} grammar of {size} bytes; the most is {MAX_TEXT}", code="grammar.too_complex"
         )
     matcher = _library().LLMatcher
-    white = {"whitespace_pattern": WHITE_SPACE}
     match grammar.kind:
         case "json_schema":
-            text = "{}" if _schema(grammar.text) is True else grammar.text
+            schema = _schema(grammar.text)
+            own = schema.get("x-guidance")
+            says = isinstance(own, dict) and own.keys() & {"whitespace_flexible", "whitespace_pattern"}
             try:
-                return str(matcher.grammar_from_json_schema(text, defaults=white))
+                return str(
+                    matcher.grammar_from_json_schema(
+                        json.dumps(schema, ensure_ascii=False), defaults=None if says else SPACED
+                    )
+                )
             except ValueError as error:
-                raise _refusal(grammar, str(error)) from None
+                raise _refusal(grammar, _tidy(str(error))) from None
         case "json_object":
-            return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=white))
+            return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=SPACED))
         case "regex":
             return str(matcher.grammar_from_regex(grammar.text))
         case "lark":
@@ -303,14 +329,18 @@ def _source(grammar: Grammar) -> str:
     )
 
 
-def _schema(text: str) -> Any:
+def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"the JSON schema is not JSON: {error}", code="grammar.invalid") from None
+    except RecursionError:
+        raise InputError("the JSON schema is nested too deeply", code="grammar.too_complex") from None
+    if schema is True:
+        return {}
     if schema is False:
         raise InputError("the JSON schema `false` matches nothing", code="grammar.unsatisfiable")
-    if schema is not True and not isinstance(schema, dict):
+    if not isinstance(schema, dict):
         raise InputError(f"a JSON schema is an object, not {json.dumps(schema)[:60]}", code="grammar.invalid")
     return schema
 
@@ -337,7 +367,7 @@ def _literal(text: str) -> str:
 def _tidy(message: str) -> str:
     """llguidance's message without the parser's state."""
     lines = [line for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
-    return "\n".join(lines)
+    return "\n".join(lines).encode(errors="backslashreplace").decode()
 
 
 def _refusal(grammar: Grammar, message: str) -> InputError:
@@ -345,9 +375,9 @@ def _refusal(grammar: Grammar, message: str) -> InputError:
     code = "grammar.invalid"
     if any(words in lower for words in UNSUPPORTED):
         code = "grammar.unsupported"
-    elif "unsatisfiable" in lower or "noextension" in lower:
-        code, message = "grammar.unsatisfiable", message.replace("NoExtensionBias", "no text matches")
-    elif "too large" in lower or "too complex" in lower or "fuel" in lower or "limit" in lower:
+    elif "unsatisfiable" in lower or DEAD_END in message:
+        code, message = "grammar.unsatisfiable", message.replace(DEAD_END, "no text matches")
+    elif any(words in lower for words in ("too large", "too complex", "too many items", "fuel", "limit")):
         code = "grammar.too_complex"
     if len(message) > 600:
         message = f"{message[:300]} ... {message[-200:]}"
