@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from turnout.engine.executor import Executor, Vocabulary
 from turnout.engine.grammar import Matcher
 from turnout.engine.intake import Intake
@@ -21,12 +23,12 @@ from turnout.engine.processors import LogitsProcessor
 from turnout.engine.request import Event, Finish, GenerationRequest
 from turnout.engine.sampler import Drawn, Sampler, SampleRow, SamplerState
 from turnout.engine.scheduler import Plan, Scheduler, Sequence
-from turnout.engine.speculative import Proposer
 from turnout.errors import InputError, NotSupportedError, OverloadedError, TurnoutError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+    from turnout.engine.speculative import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +141,12 @@ class Engine:
             request.prompt,
             capabilities.vocab_size,
             eos_ids=prepared.ends,
-            breakers=self._breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier else (),
+            breakers=prepared.breakers,
             processors=prepared.processors,
         )
         output = Output(sampling, self.vocabulary, prepared.ends)
         matcher = prepared.matcher.copy() if prepared.matcher is not None else None
         return Live(sequence, output, state, matcher, job, index)
-
-    def _breakers(self, texts: Iterable[str]) -> list[list[int]]:
-        return [ids for text in texts if (ids := self.vocabulary.encode(text, special=False))]
 
     def cancel(self, id: str) -> None:
         """Ends a request at the next step; unknown and ended ones are ignored."""
@@ -327,10 +326,13 @@ class Engine:
             self._close(live)
             return
         for place, draw in enumerate(drawn):
-            if draw.error:
-                self._end_job(live.job, Finish.ERROR, draw.error, "runtime.failed")
+            try:
+                if draw.error:
+                    raise TurnoutError(draw.error, code=draw.code)
+                goes_on = self._append(live, draw)
+            except TurnoutError as error:  # a grammar, a processor or a criterion: this request's own
+                self._end_job(live.job, Finish.ERROR, error.message, error.code)
                 return
-            goes_on = self._append(live, draw)
             fits = place < len(drafts) and drafts[place] == draw.token
             accepted += fits and goes_on
             if not goes_on or not fits:
@@ -358,7 +360,7 @@ class Engine:
             if live.matcher.stopped:
                 goes_on = live.output.end(Finish.STOP)
         for criterion in live.job.prepared.criteria if goes_on else ():
-            answer = criterion(sequence.tokens, sequence.prompt_length, live.output.so_far)
+            answer = criterion(np.asarray(sequence.tokens, np.int64), sequence.prompt_length, live.output.so_far)
             if answer:
                 return live.output.end(Finish.STOP, answer if isinstance(answer, str) else None)
         return goes_on

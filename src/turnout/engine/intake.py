@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from turnout.engine.executor import Capabilities, Vocabulary
 from turnout.engine.grammar import GrammarCompiler
 from turnout.engine.job import Prepared
+from turnout.engine.penalties import breakers_of
 from turnout.engine.processors import LogitsProcessor, resolve
 from turnout.engine.request import GenerationRequest
 from turnout.engine.sampler import validate
 from turnout.errors import InputError
+from turnout.types import Sampling
 
 MAX_SEQUENCES = 128  # of one request: n and best_of
 
@@ -32,6 +34,7 @@ class Intake:
         self._vocabulary = vocabulary
         self._watermarks = dict(watermarks or {})
         self._compiler = GrammarCompiler(vocabulary)
+        self._breakers: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def prepare(self, request: GenerationRequest, adapters: Mapping[str, int]) -> Prepared:
         """Checks a request and compiles what it needs. Raises ``InputError`` naming value, place and way
@@ -45,7 +48,7 @@ class Intake:
         count = max(sampling.n, sampling.best_of or 0)
         if count > MAX_SEQUENCES:
             raise InputError(f"{count} sequences of one request asked, at most {MAX_SEQUENCES} are given")
-        processors, criteria = resolve(sampling.processors)
+        processors, criteria = resolve(sampling.processors, self._vocabulary)
         if sampling.watermark is not None:
             if sampling.watermark not in self._watermarks:
                 known = ", ".join(sorted(self._watermarks)) or "none is configured"
@@ -56,7 +59,16 @@ class Intake:
         matcher = self._compiler.compile(sampling.grammar) if sampling.grammar is not None else None
         first = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         seeds = [(first + index) % (1 << 63) for index in range(count)]
-        return Prepared(request, seeds, self.limit, ends, matcher, processors, criteria)
+        return Prepared(request, seeds, self.limit, ends, matcher, processors, criteria, self._spelled(sampling))
+
+    def _spelled(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:
+        """DRY's breakers as token ids; a pass over the vocabulary, so kept."""
+        if not sampling.dry_multiplier:
+            return ()
+        texts = sampling.dry_sequence_breakers
+        if texts not in self._breakers:
+            self._breakers[texts] = breakers_of(texts, self._vocabulary)
+        return self._breakers[texts]
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         capabilities = self._capabilities

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnout.engine.grammar import Matcher
-from turnout.engine.output import Criterion, Output
-from turnout.engine.processors import LogitsProcessor
+from turnout.engine.output import Output
+from turnout.engine.processors import LogitsProcessor, StoppingCriterion
 from turnout.engine.request import Event, GenerationRequest, TokenLogprob, Usage
 from turnout.engine.sampler import SamplerState
 from turnout.engine.scheduler import Sequence
@@ -22,7 +22,8 @@ class Prepared:
     ends: frozenset[int]
     matcher: Matcher | None
     processors: list[LogitsProcessor]
-    criteria: list[Criterion]
+    criteria: list[StoppingCriterion]
+    breakers: tuple[tuple[int, ...], ...]  # DRY's, as token ids
 
 
 @dataclass(slots=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from turnout.engine.executor import Vocabulary
 from turnout.engine.request import Event, Finish, TokenLogprob
 from turnout.tasks.decoding import TextStream
 from turnout.types import Sampling
-
-# Answers whether a sequence should end, and with what, from (ids, prompt length, text so far).
-Criterion = Callable[[Sequence[int], int, str], "bool | str"]
 
 
 @dataclass(slots=True)
