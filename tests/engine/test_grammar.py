@@ -459,7 +459,10 @@ def test_hostile_grammars_end(grammar: Grammar, compiler: GrammarCompiler) -> No
         for _ in range(300):
             if matcher.stopped:
                 break
-            assert matcher.accept(allowed(matcher)[0])
+            if not matcher.accept(allowed(matcher)[0]):
+                assert matcher.error and not matcher.stopped
+                matcher.mask()
+                raise AssertionError("an allowed token was refused")
     except InputError as error:
         assert error.code == "grammar.too_complex"
     assert time.process_time() - began < 20
@@ -471,6 +474,10 @@ def test_a_dead_end_further_on_is_named(compiler: GrammarCompiler) -> None:
     with pytest.raises(InputError, match="dead end: nothing can follow the 1 tokens") as raised:
         matcher.mask()
     assert raised.value.code == "grammar.unsatisfiable" and matcher.error and not matcher.complete
+    assert not matcher.stopped and not matcher.accept(ord("a")) and matcher.forced() == []
+    matcher.roll_back(1)
+    with pytest.raises(InputError):
+        matcher.mask()
 
 
 def test_a_grammar_is_compiled_once_and_kept_a_while(compiler: GrammarCompiler) -> None:

@@ -192,8 +192,8 @@ class Matcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing but an end token can follow."""
-        return self._ended or self._inner.is_stopped()
+        """Whether nothing but an end token can follow. False in an error, which is no end of a text."""
+        return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
 
     @property
     def error(self) -> str:
@@ -234,20 +234,25 @@ class Matcher:
         )
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; False, and nothing changed, when it does not fit. Raises as `mask` does."""
+        """Takes the next token; False, and nothing changed, when it does not fit.
+
+        Also False when taking it is beyond a bound: `error` is set then and the next `mask` raises.
+        """
         if self._ended or not 0 <= token < self._width:
             return False
         if token in self._ends and self.complete:
             self._ended = True
             return True
         if self._inner.is_stopped() or self._inner.try_consume_tokens([token]) != 1:
-            self._check()
             return False
         self._accepted += 1
         return True
 
     def roll_back(self, count: int) -> None:
-        """Forgets the last ``count`` accepted tokens. Raises ValueError when there are fewer."""
+        """Forgets the last ``count`` accepted tokens. Raises ValueError when there are fewer.
+
+        An error is not forgotten, by `reset` neither.
+        """
         taken = self._accepted + self._ended
         if not 0 <= count <= taken:
             raise ValueError(f"cannot roll back {count} of {taken} tokens")
@@ -255,19 +260,14 @@ class Matcher:
             self._ended = False
             count -= 1
         if count:
-            if not self._inner.rollback(count):
-                raise RuntimeError(f"llguidance could not roll back: {self.error}")
+            self._inner.rollback(count)  # fails in an error only, which stays: `mask` will tell
             self._accepted -= count
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, as drafts; often none. Those of the text's own tokenisation.
-
-        Raises as `mask` does."""
+        """Tokens that must follow, as drafts; often none. Those of the text's own tokenisation."""
         if self.stopped:
             return []
-        forced = self._inner.compute_ff_tokens()
-        self._check()
-        return [t for t in forced if t < self._width]
+        return [t for t in self._inner.compute_ff_tokens() if t < self._width]
 
     def reset(self) -> None:
         """Back to the start of the text."""
