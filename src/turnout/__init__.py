@@ -7,6 +7,9 @@ report = turnout.check("smollm2", task="chat")
 with turnout.load("smollm2", task="chat") as session:
     result = session.run({"messages": [{"role": "user", "content": "Hello"}]})
     print(result.output.text, result.executed.backend)
+with turnout.LLM("smollm2") as llm:  # many requests in one batch
+    for answer in llm.generate(["One", "Two"]):
+        print(answer.text)
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
+    "Completion",
+    "Generation",
+    "Grammar",
     "InputError",
     "LoadError",
     "NotFoundError",
     "NotSupportedError",
+    "OverloadedError",
     "Package",
     "Report",
     "Request",
@@ -47,13 +55,15 @@ if TYPE_CHECKING:
         LoadError,
         NotFoundError,
         NotSupportedError,
+        OverloadedError,
         TurnoutError,
         UsageError,
         WorkerError,
     )
     from turnout.package.facts import Package
-    from turnout.types import Request, Result, Sampling
+    from turnout.types import Grammar, Request, Result, Sampling
     from turnout.worker.judge import Report, check
+    from turnout.worker.llm import LLM, Completion, Generation
     from turnout.worker.session import Session, load, result_json
 
 # Names are imported on first use: `import turnout` and `turnout --help` must cost next to nothing.
@@ -65,15 +75,20 @@ _HOMES = {
     "LoadError": "turnout.errors",
     "NotFoundError": "turnout.errors",
     "NotSupportedError": "turnout.errors",
+    "OverloadedError": "turnout.errors",
     "TurnoutError": "turnout.errors",
     "UsageError": "turnout.errors",
     "WorkerError": "turnout.errors",
     "Package": "turnout.package.facts",
+    "Grammar": "turnout.types",
     "Request": "turnout.types",
     "Result": "turnout.types",
     "Sampling": "turnout.types",
     "Report": "turnout.worker.judge",
     "check": "turnout.worker.judge",
+    "Completion": "turnout.worker.llm",
+    "Generation": "turnout.worker.llm",
+    "LLM": "turnout.worker.llm",
     "Session": "turnout.worker.session",
     "load": "turnout.worker.session",
     "result_json": "turnout.worker.session",

@@ -68,7 +68,8 @@ def _opened(backend: str, case: Case, options: ExecutorOptions) -> tuple[Executo
     if not has_engine(backend):
         raise NotSupportedError(f"`{backend}` has no executor for the generation engine", code="task.not_offered")
     plan = chosen.plan(case)
-    executor: Executor = chosen.executor(plan, options)
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    executor: Executor = chosen.executor(plan, given)
     return executor, chosen.vocabulary(plan), str(getattr(executor, "dtype", plan.dtype)), plan.recipe
 
 
