@@ -289,6 +289,21 @@ def test_xtc_on_a_long_row(spread: float) -> None:
     assert sorted(gone.tolist()) == sorted(np.argsort(-p)[:5].tolist())
 
 
+def test_logprobs_of_a_long_run_without_its_top() -> None:
+    x = row(4, SIZES[1], 0.5)
+    p = np.exp(log_softmax(x))
+    order = np.lexsort((np.arange(len(x)), -x))
+    threshold = float(p[order[40]]) * 0.9999
+    sampling = Sampling(
+        temperature=1.0, xtc_probability=1.0, xtc_threshold=threshold, logprobs=1000, logprobs_after=True
+    )
+    got = draw(x, sampling).logprob
+    assert got is not None and [t for t, _ in got.top] == order[40:1040].tolist()
+    left = p[order[40:]].sum()
+    np.testing.assert_allclose([v for _, v in got.top], np.log(p[order[40:1040]] / left), atol=1e-5)
+    assert got.logprob == pytest.approx(math.log(p[got.token] / left), abs=1e-4)
+
+
 def test_xtc_s_coin_falls_as_often_as_it_says_and_not_with_the_draw() -> None:
     mine = state(Sampling(), seed=11, size=5)
     coins = np.array([mine.uniform(i, 1) for i in range(4000)])

@@ -8,7 +8,7 @@ Ids outside the vocabulary (placeholders of images) count for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,16 @@ _LONGEST_BREAKER = 20  # tokens
 class Tally:
     """Distinct tokens with their counts, as arrays that grow by doubling."""
 
-    def __init__(self, tokens: Iterable[int], vocab_size: int) -> None:
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._ids = np.empty(64, np.int64)
         self._counts = np.zeros(64, np.float32)
         self._slots: dict[int, int] = {}
-        for token in tokens:
-            self.add(token)
+        ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+        lawful = (ids >= 0) & (ids < vocab_size)
+        if lawful.any():
+            self._ids, self._counts = ids[lawful], counts[lawful].astype(np.float32)
+            self._slots = {int(token): slot for slot, token in enumerate(self._ids)}
 
     def add(self, token: int) -> None:
         """Counts a token once more."""
@@ -153,15 +156,19 @@ class Dry:
         for breaker in {tuple(b) for b in breakers if b}:
             self._ending.setdefault(breaker[-1], []).append(breaker)
         self._history = History(prompt)
-        self._since = 0  # tokens since the end of the last breaker
-        tokens = self._history.read()
-        for end in range(1, len(tokens) + 1):
-            self._since = 0 if self._breaks(tokens[:end]) else self._since + 1
+        self._since = self._since_break(self._history.read())  # tokens since the end of the last breaker
 
     def add(self, token: int) -> None:
         """The sequence has grown by a token."""
         self._history.add(token)
         self._since = 0 if self._breaks(self._history.read()) else self._since + 1
+
+    def _since_break(self, tokens: NDArray[np.int64]) -> int:
+        """Tokens after the end of the last breaker; all when there is none."""
+        for last in np.flatnonzero(np.isin(tokens, list(self._ending)))[::-1].tolist():
+            if self._breaks(tokens[: last + 1]):
+                return len(tokens) - 1 - int(last)
+        return len(tokens)
 
     def _breaks(self, tokens: NDArray[np.int64]) -> bool:
         """Whether a breaker ends with the last of the tokens."""

@@ -56,7 +56,7 @@ class SamplerState:
         self.seed = seed
         self.prompt_length = len(prompt)
         self.late = tuple(p for p in processors if getattr(p, "after_filters", False))
-        self.processors = tuple(p for p in processors if p not in self.late)
+        self.processors = tuple(p for p in processors if not getattr(p, "after_filters", False))
         self.output: list[int] = []
         self.penalties = Penalties(sampling, prompt, vocab_size, breakers)
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}

@@ -24,7 +24,7 @@ from turnout.errors import InputError, NotSupportedError
 HEAD = 384  # tokens sorted at first; the nucleus of real text seldom has more
 SMALL = 4096  # rows up to this long are sorted whole
 Side = Literal["left", "right"]
-_SHIFT = 17  # bits of a float32 weight dropped for its bucket: 64 buckets for each factor of two
+_BUCKET_BITS = 13  # of a bucket's number: at most 8,192 buckets
 
 
 def host(array: Any) -> NDArray[Any]:
@@ -47,6 +47,8 @@ def descending(values: NDArray[np.float32]) -> NDArray[np.int64]:
     A float's bits, flipped so that they count downwards, with the position beneath them: one plain sort of
     integers, several times quicker than a stable sort of indices.
     """
+    if len(values) > SMALL and values[0] == values.max() == values.min():
+        return np.arange(len(values))
     bits = (values.astype(np.float32, copy=False) + np.float32(0)).view(np.uint32)  # + 0 makes -0.0 equal 0.0
     falling = bits ^ np.where(bits >> 31, np.uint32(0), np.uint32(0x7FFFFFFF))
     keys = (falling.astype(np.uint64) << np.uint64(32)) | np.arange(len(values), dtype=np.uint64)
@@ -113,7 +115,7 @@ class Ranked:
         # The k-th largest of the columns' maxima is at most the k-th largest of all: nothing above it is missed.
         xp = array_namespace(self._x)
         columns = n // rows
-        maxima = xp.sort(xp.max(xp.reshape(self._x[: rows * columns], (rows, columns)), axis=0))
+        maxima = xp.sort(xp.max(xp.reshape(self._x[: rows * columns], (rows, columns)), axis=0), stable=False)
         top = float(maxima[-1])
         if rows * columns < n:
             rest = float(xp.max(self._x[rows * columns :]))
@@ -207,12 +209,17 @@ class Ranked:
         return self._histogram
 
     def _fill(self, keys: NDArray[np.float32], weights: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(bucket of each key, sum of the weights of each bucket); ``keys`` are not negative and so the bits of
-        their floats count upwards with them."""
+        """(bucket of each key, sum of the weights of each bucket).
+
+        ``keys`` are not negative, so the bits of their floats count upwards with them; the highest of those bits
+        in which the keys differ are the bucket.
+        """
         bits = self._scratch.take("bits", len(keys), np.uint32)
         bucket = self._scratch.take("bucket", len(keys), np.intp)
         wide = self._scratch.take("wide", len(keys), np.float64)
-        np.right_shift(keys.view(np.uint32), np.uint32(_SHIFT), out=bits)
+        low, high = int(keys.min().view(np.uint32)), int(keys.max().view(np.uint32))
+        np.subtract(keys.view(np.uint32), np.uint32(low), out=bits)
+        np.right_shift(bits, np.uint32(max(0, (high - low).bit_length() - _BUCKET_BITS)), out=bits)
         np.copyto(bucket, bits)
         np.copyto(wide, weights)
         return bits, np.bincount(bucket, weights=wide)
@@ -230,6 +237,16 @@ class Ranked:
         if self._limit > self.cum[-1] and not self.complete:
             return None
         return min(int(np.searchsorted(self.cum, self._limit, side="left")) + 1, len(self.cum))
+
+    def _alive(self) -> NDArray[np.bool_]:
+        """Which tokens [n] come before the end of the run."""
+        values = host(self._x)
+        if self._limit is None:
+            return values > -np.inf
+        border = self.at(self._limit, side="left")[0]
+        alive = values > values[border]
+        alive[: border + 1] |= values[: border + 1] == values[border]
+        return alive
 
     # Filters
 
@@ -275,10 +292,7 @@ class Ranked:
         """The same when what is alive does not fit the head: the distances' histogram finds the last one kept."""
         weights, values = self._all_weights(), host(self._x)
         if self._limit is not None:
-            border = self.at(self._limit, side="left")[0]
-            alive = values > values[border]
-            alive[: border + 1] |= values[: border + 1] == values[border]
-            weights = np.where(alive, weights, np.float32(0))
+            weights = np.where(self._alive(), weights, np.float32(0))
         total = float(weights.sum(dtype=np.float64))
         surprise = (self.top - values) * np.float32(self._scale) + np.float32(math.log(total))
         surprise[weights == 0] = 0.0  # -inf logits: their share of the entropy is 0
@@ -325,15 +339,18 @@ class Ranked:
         return (token_logit - self.top) * self._scale - math.log(self.limit)
 
     def spread(self) -> NDArray[np.float32]:
-        """The run as logits [n] of its own distribution: -inf for what is filtered away. Sorts everything."""
-        skip = self.skip
-        self._whole()
-        count = self._count() or len(self.cum)
-        begin = int(np.searchsorted(self.cum, skip, side="right")) if skip else 0
-        row = np.full(int(self._x.shape[0]), -np.inf, np.float32)
-        chosen = self.positions[begin:count]
-        row[chosen] = (host(self._x)[chosen] - np.float32(self.top)) * np.float32(self._scale)
-        return row
+        """The run as logits [n] of its own distribution: -inf for what is filtered away."""
+        count = self._count()
+        with np.errstate(over="ignore"):
+            row = (host(self._x) - np.float32(self.top)) * np.float32(self._scale)
+        if count is None:
+            row[~self._alive()] = -np.inf
+            row[self.positions[: int(np.searchsorted(self.cum, self.skip, side="right")) if self.skip else 0]] = -np.inf
+            return row
+        chosen = self.positions[:count]
+        kept = np.full(len(row), -np.inf, np.float32)
+        kept[chosen] = row[chosen]
+        return kept
 
     def first(self, count: int) -> list[tuple[int, float]]:
         """The ``count`` most probable tokens of the run with the logarithms of their probabilities."""
