@@ -11,7 +11,8 @@ Snapshots of recurrent states (they cannot be cut) are taken where the engine is
 - whenever decoding completes a block;
 - before a row that asks for several logits of a few tokens, because drafts may be refused.
 
-A slot keeps ``snapshots`` of them; one too many, and that goes whose loss opens the smallest gap.
+A slot keeps ``snapshots`` of them; one too many, and of all but the two newest that goes whose loss opens
+the smallest gap.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from turnout.errors import InputError, LoadError, NotSupportedError, TurnoutErro
 
 BLOCK = 16  # tokens the engine counts together; prefixes it keeps are whole blocks
 SNAPSHOT_BYTES = 256 * 2**20  # of one slot at most, where the caller states no number
-SNAPSHOTS = (2, 8)  # fewest and most then
+SNAPSHOTS = (3, 8)  # fewest and most then
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class RowExecutor:
         self._pair = bool(getattr(model.config, "is_encoder_decoder", False))
         self._encoder_limit = _encoder_limit(model.config) if self._pair else 0
         context, notes = context_of(model.config, options.context)
+        self._ids = int(model.get_input_embeddings().weight.shape[0])
         learnt = self._learn()
         self._memory, self._method = learnt.memory, learnt.method
         self._snapshots = options.snapshots or self._affordable_snapshots()
@@ -115,6 +117,7 @@ class RowExecutor:
             raise InputError(
                 f"the encoder takes 1 to {self._encoder_limit or 'any number of'} tokens, not {len(tokens)}"
             )
+        self._check_ids(tokens)
         with torch.inference_mode():
             held.encoder = self._encoded(tokens)
 
@@ -187,12 +190,19 @@ class RowExecutor:
                 raise UsageError(
                     f"slot {row.slot} takes {self.capabilities.context} tokens, not {row.start + len(row.tokens)}"
                 )
+            self._check_ids(row.tokens)
             if self._pair and held.encoder is None:
                 raise UsageError(f"slot {row.slot} has no encoder pass yet")
             if row.adapter is not None:
                 raise NotSupportedError(
                     f"the adapter `{row.adapter}`: this executor has none", code="adapter.type_unsupported"
                 )
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        least, most = min(tokens), max(tokens)
+        if least < 0 or most >= self._ids:
+            wrong = least if least < 0 else most
+            raise InputError(f"token {wrong} is not one of the model's {self._ids}", code="tokenizer.id_out_of_range")
 
     def _slot(self, slot: int) -> Held:
         held = self._at(slot)
@@ -282,8 +292,8 @@ class RowExecutor:
         kept.append(self._memory.snapshot(held))
         if len(kept) > self._snapshots:
             lengths = [0, *(one.length for one in kept)]
-            # The newest always stays.
-            kept.pop(min(range(len(kept) - 1), key=lambda i: (lengths[i + 2] - lengths[i], lengths[i])))
+            # The two newest stay: a prompt that was seen as a whole returns to the last but one at latest.
+            kept.pop(min(range(max(1, len(kept) - 2)), key=lambda i: (lengths[i + 2] - lengths[i], lengths[i])))
 
     def _snapshot_at(self, slot: int, length: int) -> Snapshot | None:
         """The states after ``length`` tokens; None where nothing but keys is kept."""
@@ -303,7 +313,7 @@ class RowExecutor:
         import torch
 
         model = self._model
-        size = _vocabulary(model)
+        size = self._ids
         with torch.inference_mode(), models.hushed():
             try:
                 encoder = self._encoded([(3 + 7 * i) % size for i in range(6)]) if self._pair else None
@@ -328,11 +338,6 @@ class RowExecutor:
             self._forward(self._memory, held, [0, 1], 1)
             size = max(1, self._memory.state_bytes(held))
         return max(SNAPSHOTS[0], min(SNAPSHOTS[1], SNAPSHOT_BYTES // size))
-
-
-def _vocabulary(model: Any) -> int:
-    """Number of token ids that the embedding has."""
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _encoder_limit(config: Any) -> int:

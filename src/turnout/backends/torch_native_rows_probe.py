@@ -51,7 +51,9 @@ def learn(model: Any, forward: Callable[..., Any], vocabulary: int, encoder: Any
     ``encoder`` is the output of the encoder for encoder-decoder models. Raises ``NotSupportedError``
     (``architecture.unsupported``) when the class does not run at all.
     """
-    tokens = [(7 + 101 * i) % vocabulary for i in range(TOKENS)]
+    # Some classes give a padding token no position, so none is among them.
+    padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    tokens = [token for i in range(TOKENS + 1) if (token := (7 + 101 * i) % vocabulary) != padding][:TOKENS]
     notes = [FREED] if _free_time_steps(model) else []
     nothing = Memory("", False, lambda: None, [])
     whole = _pieces(nothing, forward, tokens, (TOKENS,), encoder)
