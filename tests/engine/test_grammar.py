@@ -313,6 +313,24 @@ def test_forced_tokens_follow_and_leave_the_matcher_where_it_was(compiler: Gramm
     assert done.stopped and done.complete and done.forced() == [] and allowed(done) == [END]
 
 
+class Doubled(Bytes):
+    """Two tokens of the same spelling, as byte and text tokens of SentencePiece."""
+
+    size = 260
+
+    def token_bytes(self, token: int) -> bytes:
+        return {257: b"a", 258: b"ab", 259: b"ab"}.get(token) or super().token_bytes(token)
+
+    def is_special(self, token: int) -> bool:
+        return token == END
+
+
+def test_tokens_of_one_spelling_are_all_allowed() -> None:
+    matcher = GrammarCompiler(Doubled()).compile(Grammar("regex", "ab|ac"))
+    assert allowed(matcher) == [97, 257, 258, 259]
+    assert all(matcher.copy().accept(token) for token in (97, 257, 258, 259))
+
+
 class NoEnd(Bytes):
     """Without an end token, and a text that `encode` cannot spell."""
 
@@ -482,6 +500,7 @@ def test_a_dead_end_further_on_is_named(compiler: GrammarCompiler) -> None:
 
 def test_a_grammar_is_compiled_once_and_kept_a_while(compiler: GrammarCompiler) -> None:
     own = GrammarCompiler(Bytes())
+    own.prepare()
     first = own.compile(Grammar("regex", "x{1,9}"))
     assert first.accept(ord("x"))
     again = own.compile(Grammar("regex", "x{1,9}"))
