@@ -65,6 +65,7 @@ def test_look_up_notices_another_text_under_a_known_id() -> None:
     assert proposer.propose("a", other, 2) == [7, 8]
     proposer.forget("a")
     proposer.forget("never seen")
+    proposer.close()
     assert proposer.propose("a", [1, 2], 2) == []
     with pytest.raises(InputError):
         NGramProposer(max_n=1, min_n=2)
@@ -177,6 +178,9 @@ def test_a_failing_draft_model_costs_drafts_only() -> None:
     for _ in range(9):
         assert proposer.propose("a", [5, 6], 3) == []
     assert broken.steps == MOST_FAILURES
+    proposer.close()
+    proposer.close()
+    assert broken.closed and proposer.propose("a", [5, 6], 3) == []
 
 
 def test_tokens_that_the_draft_model_lacks_are_not_computed() -> None:

@@ -46,6 +46,10 @@ class Proposer(Protocol):
         """The request is over; unknown ids are forgotten too."""
         ...
 
+    def close(self) -> None:
+        """Frees everything; may be called twice."""
+        ...
+
 
 @dataclass(slots=True)
 class _Index:
@@ -95,6 +99,10 @@ class NGramProposer:
         self._index.pop(id, None)
         if self._pace is not None:
             self._pace.forget(id)
+
+    def close(self) -> None:
+        """Forgets every request."""
+        self._index.clear()
 
     def _grown(self, id: str, ids: Sequence[int]) -> _Index:
         """The index of a request with what is new in its text."""
