@@ -45,9 +45,12 @@ from turnout.backends.openvino import (
     installed,
     library_device,
 )
+from turnout.backends.openvino_executor_source import open_executor
+from turnout.backends.openvino_executor_vocabulary import vocabulary_of_case
 from turnout.backends.openvino_gguf_files import expanded
 from turnout.backends.openvino_reading import first_line, read_failures
 from turnout.backends.requirements import truthy
+from turnout.engine.executor import Executor, Vocabulary
 from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import ArtifactKind
 from turnout.package.formats.template import Refusal, TemplateError, render
@@ -142,6 +145,15 @@ class OpenVINOGenAIBackend:
         except Exception as error:  # the library raises RuntimeError and others
             raise LoadError(f"OpenVINO GenAI cannot load it: {first_line(error)}") from error
         return GenAISession(plan, plan.dtype, pipeline, Text.of(case, pipeline), binding)
+
+    def executor(self, plan: LoadPlan, options: Any = None) -> Executor:
+        """The model for the generation engine: paged where its graph allows it. ``options`` is an
+        ``ExecutorOptions`` or a mapping; a Hugging Face directory is taken too."""
+        return open_executor(plan, options)
+
+    def vocabulary(self, plan: LoadPlan) -> Vocabulary:
+        """Token ids and texts of the package's tokenizer, or of the option ``tokenizer``."""
+        return vocabulary_of_case(plan.case)
 
     def probe(self, session: Session) -> Evidence:
         """Generates a few tokens; their rate is the decoding rate of the pipeline's own clock."""
@@ -292,7 +304,7 @@ class Text:
         eos |= set(case.artifact.generation.eos_ids if case.artifact.generation else [])
         eos |= set(case.artifact.tokenizer.eos_ids if case.artifact.tokenizer else [])
         tokens: dict[str, Any] = {"bos_token": tokenizer.get_bos_token(), "eos_token": tokenizer.get_eos_token()}
-        bos = tokenizer.get_bos_token_id() if _adds_bos(case) else None
+        bos = tokenizer.get_bos_token_id() if adds_bos(case) else None
         return cls(encode, decode, _template(case), tokens, bos, {e for e in eos if e is not None and e >= 0})
 
     def prompt(self, request: Request) -> list[int]:
