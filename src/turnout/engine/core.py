@@ -266,19 +266,26 @@ class Engine:
     def _draw(self, plan: Plan, logits: Any) -> None:
         rows: list[SampleRow] = []
         places: list[int] = []
+        refused: dict[str, TurnoutError] = {}
         offset = 0
         for sequence, row in zip(plan.sequences, plan.step.rows, strict=True):
             live = self._lives[sequence.id]
             if sequence.prompt_logits and sequence.computed < sequence.prompt_length:
                 self._prompt_logprobs(live, logits[offset : offset + row.logits], row.tokens)
-            drawn = self._rows(live, row.start + len(row.tokens) - len(sequence.drafts))
+            try:
+                drawn = self._rows(live, row.start + len(row.tokens) - len(sequence.drafts))
+            except TurnoutError as error:  # a grammar with no way on: this request's own end
+                drawn, refused[sequence.id] = [], error
             rows += drawn
             places += range(offset + row.logits - len(drawn), offset + row.logits)
             offset += row.logits
         if len(places) != offset:
             logits = logits[places]
         drawn_tokens = self.sampler.sample(logits, rows) if rows else []
-        self._take_all(plan, rows, drawn_tokens)
+        for id in refused:
+            if id in self._lives:
+                self._end_job(self._lives[id].job, Finish.ERROR, refused[id].message, refused[id].code)
+        self._take_all(plan, drawn_tokens, refused)
 
     def _rows(self, live: Live, known: int) -> list[SampleRow]:
         """Rows to draw from: none while tokens remain to be computed, else one and one per draft."""
@@ -300,12 +307,12 @@ class Engine:
             live.matcher.roll_back(accepted)
         return rows
 
-    def _take_all(self, plan: Plan, rows: list[SampleRow], drawn: list[Drawn]) -> None:
+    def _take_all(self, plan: Plan, drawn: list[Drawn], refused: dict[str, TurnoutError]) -> None:
         at = 0
         for sequence, row in zip(plan.sequences, plan.step.rows, strict=True):
             live = self._lives.get(sequence.id)
             complete = row.start + len(row.tokens) - len(sequence.drafts) == len(sequence.tokens)
-            count = 1 + len(sequence.drafts) if complete else 0
+            count = 1 + len(sequence.drafts) if complete and sequence.id not in refused else 0
             mine, at = drawn[at : at + count], at + count
             if live is None:  # its request ended through a sibling in this very step
                 continue
@@ -356,7 +363,8 @@ class Engine:
         room = sequence.max_length - len(sequence.tokens)
         goes_on = live.output.take(draw.token, draw.logprob, room)
         if live.matcher is not None and goes_on:
-            live.matcher.accept(draw.token)
+            if not live.matcher.accept(draw.token) and live.matcher.error:
+                raise InputError(live.matcher.error, code="grammar.too_complex")
             if live.matcher.stopped:
                 goes_on = live.output.end(Finish.STOP)
         for criterion in live.job.prepared.criteria if goes_on else ():
@@ -450,6 +458,8 @@ class Engine:
         for job in list(self._jobs.values()):
             self._end_job(job, Finish.ERROR, "the engine was closed", "runtime.failed")
         self.executor.close()
+        if self.proposer is not None:
+            self.proposer.close()  # a draft model has an executor of its own
 
 
 def _after(sequence: Sequence, place: int) -> range:

@@ -33,7 +33,7 @@ class Intake:
         self._capabilities = capabilities
         self._vocabulary = vocabulary
         self._watermarks = dict(watermarks or {})
-        self._compiler = GrammarCompiler(vocabulary)
+        self._compiler = GrammarCompiler(vocabulary, width=capabilities.vocab_size)
         self._breakers: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def prepare(self, request: GenerationRequest, adapters: Mapping[str, int]) -> Prepared:
