@@ -558,6 +558,8 @@ def test_a_bad_row_fails_alone(size: int, temperature: float) -> None:
     assert all(d.token == -1 for d in drawn[1:5])
     plain = Sampler(size).sample(logits[[0, 5]], [rows[0], rows[5]])
     assert plain == [drawn[0], drawn[5]]
+    tensors = Sampler(size, on_host=False).sample(torch.from_numpy(logits), rows)
+    assert [(d.token, d.code) for d in tensors] == [(d.token, d.code) for d in drawn]
 
 
 def test_a_mask_does_not_hide_that_the_model_computes_no_numbers() -> None:
