@@ -182,6 +182,16 @@ def test_tournaments_are_those_of_transformers(more: dict[str, Any]) -> None:
     assert not fresh.all(), "the text has contexts that repeat"
 
 
+def test_ids_may_come_as_an_array() -> None:
+    """A key times a token outgrows 64 bits."""
+    big = GreenList(VOCAB, hashing_key=(1 << 62) + 1)
+    for mark in (*MARKS.values(), big):
+        ids = draw(mark, 12, 3)
+        assert mark.after_filters
+        np.testing.assert_array_equal(mark(ids, 2, scores(1)), mark(np.array(ids), 2, scores(1)))
+        assert mark.detect(ids) == mark.detect(np.array(ids))  # type: ignore[arg-type]
+
+
 def test_what_is_cut_away_stays_away_and_the_rest_is_a_distribution() -> None:
     given = scores(1)
     given[100:] = -np.inf

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnout.backends import onnxruntime_kernels as kernels
 from turnout.backends.base import (
@@ -44,12 +44,16 @@ from turnout.backends.onnxruntime_requirements import (
     notes_of,
     requirements_of,
 )
+from turnout.engine.executor import ExecutorOptions
 from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import ArtifactKind
 from turnout.tasks.adapter import adapter_for
 from turnout.tasks.decoding import Seq2SeqGenerator
 from turnout.tasks.numeric import numpy_dtype
 from turnout.types import Request, Sampling, Task
+
+if TYPE_CHECKING:
+    from turnout.backends.onnxruntime_executor import OnnxExecutor
 
 # ---- sessions ----------------------------------------------------------------------------------
 
@@ -238,6 +242,12 @@ class OnnxRuntimeBackend:
             graphs[role] = OnnxGraph(session, strict=case.task == Task.TENSOR)
         plan.recipe = getattr(adapter, "recipe", "") or plan.recipe
         return OnnxSession(plan, plan.dtype, graphs, adapter, BindingReport(loaded=len(case.artifact.tensors.tensors)))
+
+    def executor(self, plan: LoadPlan, options: ExecutorOptions | None = None) -> OnnxExecutor:
+        """A decoder graph for the generation engine. Raises as ``open_executor`` does."""
+        from turnout.backends.onnxruntime_executor import open_executor  # brings numpy; listing backends needs none
+
+        return open_executor(plan, options)
 
     def probe(self, session: Session) -> Evidence:
         """Smallest request of the task; a second run gives the latency."""

@@ -6,8 +6,8 @@ give, for the same settings, the green tokens and g-values of Transformers' proc
 drawn from torch's generator on the CPU, which is MT19937 with Knuth's seeding, and NumPy's ``RandomState`` is
 the same generator with a frozen output. So text marked here is found there and the other way round.
 
-Both belong at the end of the chain of logits processors, after temperature and filters: a bias that is
-divided by a temperature, or a tournament over tokens that are cut away afterwards, marks less than it says.
+Both ask to be called after grammar, temperature and filters (``after_filters``): a bias that is divided by a
+temperature, or a tournament over tokens that are cut away afterwards, marks less than it says.
 A watermark says nothing about a text that is short, repeats itself or leaves the sampler no choice.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,9 @@ class Detection:
 
 
 class Watermark(Protocol):
-    """A logits processor with a detector."""
+    """A logits processor (`turnout.engine.processors`) with a detector."""
+
+    after_filters: ClassVar[bool]
 
     def __call__(self, ids: Sequence[int], prompt_length: int, logits: NDArray[Any]) -> NDArray[Any]:
         """Marked logits [vocab]; ``ids`` are prompt and output so far."""
@@ -83,6 +85,7 @@ class GreenList:
     candidate, so each of the 40 most likely tokens has a list of its own.
     """
 
+    after_filters: ClassVar[bool] = True
     vocab_size: int
     greenlist_ratio: float = 0.25
     bias: float = 2.0
@@ -140,7 +143,7 @@ class GreenList:
         """Counts green tokens among the distinct windows of a text; the tail of the binomial is exact."""
         own = self.seeding_scheme == "selfhash"
         length = self.context_width + (0 if own else 1)
-        windows = {tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)}
+        windows = {tuple(map(int, ids[i : i + length])) for i in range(len(ids) - length + 1)}
         windows = {w for w in windows if 0 <= w[-1] < self.vocab_size}
         count = len(windows)
         if not count:
@@ -153,7 +156,7 @@ class GreenList:
 
     def _seed(self, window: Sequence[int]) -> int:
         if self.seeding_scheme == "lefthash":
-            return self.hashing_key * window[-1]
+            return self.hashing_key * int(window[-1])  # ids may come as 64-bit numbers, which would wrap
         if self._table is None:
             self._table = _permutation(self.hashing_key & _WORD, _TABLE)
         places = [int(self._table[token % _TABLE]) + 1 for token in window]
@@ -233,6 +236,7 @@ class SynthId:
     a request that was put back and started again is marked alike.
     """
 
+    after_filters: ClassVar[bool] = True
     ngram_len: int
     keys: tuple[int, ...]
     context_history_size: int = 1024
