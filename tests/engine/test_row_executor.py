@@ -198,6 +198,24 @@ def test_snapshots_are_bounded_and_spread() -> None:
     assert max(b - a for a, b in zip(kept, kept[1:], strict=False)) <= 128
 
 
+def test_the_same_prompt_again_finds_its_last_block() -> None:
+    executor = executor_of("falcon-h1")
+    for count, wanted in ((48, 32), (49, 48), (16, 0), (17, 16)):
+        feed(executor, 0, tokens_of(4, count), 0)
+        assert executor.retained(0, count - 1) == wanted
+        executor.free(0)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "jamba", "qwen3-next", "t5"])
+def test_half_precision_is_not_mistaken_for_a_lost_state(name: str) -> None:
+    plain = executor_of(name)
+    executor = RowExecutor(FAMILIES[name].model().bfloat16(), RowOptions(slots=2, context=64))
+    assert executor.capabilities.notes == plain.capabilities.notes
+    start(executor, 0, 1)
+    logits = feed(executor, 0, tokens_of(3, 20), 0)
+    assert logits.dtype == np.float32 and np.isfinite(logits).all()
+
+
 def test_a_class_without_a_cache_is_computed_anew() -> None:
     import transformers
 

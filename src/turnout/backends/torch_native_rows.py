@@ -6,8 +6,8 @@ compute attention on their own. It runs the library's classes with the library's
 
 Snapshots of recurrent states (they cannot be cut) are taken where the engine is likely to return to:
 
-- at the last block boundary within a row of prompt tokens (the row is computed in two passes for it),
-  because cached prefixes are whole blocks;
+- at the last block boundary of a prompt before its last token (its last row is computed in two passes
+  for it), and where a part of a prompt ends at one, because cached prefixes are whole blocks;
 - whenever decoding completes a block;
 - before a row that asks for several logits of a few tokens, because drafts may be refused.
 
@@ -38,8 +38,8 @@ SNAPSHOTS = (3, 8)  # fewest and most then
 class RowOptions:
     """How a row executor is made. 0 means: as the model or the default says.
 
-    ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one; ``snapshots`` of
-    recurrent states are kept per slot. ``step_tokens`` bounds one step.
+    ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one, ``step_tokens`` those of
+    a step; ``snapshots`` of recurrent states are kept per slot, 0 as many as fit ``SNAPSHOT_BYTES``.
     """
 
     slots: int = 16
@@ -240,20 +240,22 @@ class RowExecutor:
             logits = self._forward(self._memory, held, row.tokens[done - count : done], asked)
             if asked:
                 parts.append(logits)
-            if states and held.length % BLOCK == 0 and total - done < BLOCK:
+            if states and held.length % BLOCK == 0 and total - done <= BLOCK:
                 self._keep(held)
         return parts
 
     def _cuts(self, row: Row, states: bool) -> list[int]:
         """Sizes of the passes of a row."""
         total = len(row.tokens)
-        if self._method is Method.SINGLE and row.start:
+        single = self._method is Method.SINGLE
+        if single and row.start:
             return [1] * total
-        boundary = (row.start + total) // BLOCK * BLOCK - row.start
-        drafts = 1 < row.logits <= total <= BLOCK and row.start > 0
-        if not states or drafts or boundary <= 0 or boundary == total:
+        # The last whole block before the last token: the same prompt again needs its last token's logits.
+        boundary = (row.start + total - 1) // BLOCK * BLOCK - row.start
+        drafts = row.logits > 1 and total <= BLOCK and row.start > 0
+        if not states or not row.logits or drafts or boundary <= 0:
             return [total]
-        return [boundary, *([1] * (total - boundary) if self._method is Method.SINGLE else [total - boundary])]
+        return [boundary, *([1] * (total - boundary) if single else [total - boundary])]
 
     def _forward(self, memory: Memory, held: Held, tokens: Sequence[int], keep: int) -> Any:
         """One pass of the model: logits, float32 [keep, vocabulary]; ``held`` then has the tokens too."""
