@@ -24,6 +24,7 @@ from turnout.backends.openvino_executor_graph import Unpaged, paged_form, weight
 from turnout.backends.openvino_executor_options import Settings
 from turnout.backends.openvino_executor_rows import OpenVINORowExecutor
 from turnout.backends.openvino_executor_weights import Weights
+from turnout.backends.openvino_gguf import gguf_requirements, model_path, refuse_for_good
 from turnout.backends.openvino_reading import first_line
 from turnout.config import cache_dir
 from turnout.engine.executor import Executor
@@ -96,7 +97,8 @@ def context_of(artifact: Artifact, asked: int) -> int:
 
 
 def source_of(case: Case, settings: Settings, context: int) -> Source:
-    """The case's graph for at most ``context`` positions. Raises ``UsageError`` for ``quantize`` where weights are quantized already."""
+    """The case's graph for at most ``context`` positions. Raises ``UsageError`` for ``quantize`` where
+    weights are quantized already."""
     kind = case.artifact.kind
     if kind is ArtifactKind.TRANSFORMERS:
         return _hugging_face(case, settings.quantize, context)
@@ -160,9 +162,6 @@ def _save(source: Source, folder: Path) -> None:
 
 
 def _saved_gguf(case: Case) -> Path:
-    from turnout.backends.openvino_genai import model_path, refuse_for_good
-    from turnout.backends.openvino_gguf import gguf_requirements
-
     refuse_for_good(gguf_requirements(case))
 
     def save(folder: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnout.backends.base import Case
+from turnout.backends.openvino_gguf import adds_bos, model_path
 from turnout.backends.openvino_reading import first_line
 from turnout.engine.executor import Vocabulary
 from turnout.errors import InputError, LoadError
@@ -63,8 +64,6 @@ def vocabulary_of_case(case: Case) -> Vocabulary:
         if case.options.get("tokenizer"):
             raise
     import openvino_genai
-
-    from turnout.backends.openvino_genai import adds_bos, model_path
 
     try:
         tokenizer = openvino_genai.Tokenizer(model_path(case))

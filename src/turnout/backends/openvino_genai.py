@@ -16,7 +16,6 @@ from typing import Any
 
 from turnout.backends import openvino_gguf as gguf
 from turnout.backends.base import (
-    SAME_CASE,
     Action,
     BackendBuild,
     BindingReport,
@@ -28,7 +27,6 @@ from turnout.backends.base import (
     Remedy,
     Requirement,
     Session,
-    State,
     failed,
     met,
     passed,
@@ -47,9 +45,7 @@ from turnout.backends.openvino import (
 )
 from turnout.backends.openvino_executor_source import open_executor
 from turnout.backends.openvino_executor_vocabulary import vocabulary_of_case
-from turnout.backends.openvino_gguf_files import expanded
 from turnout.backends.openvino_reading import first_line, read_failures
-from turnout.backends.requirements import truthy
 from turnout.engine.executor import Executor, Vocabulary
 from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import ArtifactKind
@@ -65,7 +61,6 @@ NEEDED_INPUTS = ("input_ids", "attention_mask", "beam_idx")
 KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "beam_idx"})
 PROBE_TOKENS = 8
 PROBE_TEXT = "The capital of France is"
-BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"})  # llama.cpp, llama-vocab.cpp
 
 
 def pipeline_properties(dtype: str, device: str) -> dict[str, Any]:
@@ -135,9 +130,9 @@ class OpenVINOGenAIBackend:
         import openvino_genai
 
         case = plan.case
-        refuse_for_good(self.requirements(case))
+        gguf.refuse_for_good(self.requirements(case))
         binding = gguf.binding_of(case)
-        place = model_path(case)
+        place = gguf.model_path(case)
         try:
             pipeline = openvino_genai.LLMPipeline(
                 place, library_device(case.device), **pipeline_properties(plan.dtype, case.device)
@@ -164,15 +159,6 @@ class OpenVINOGenAIBackend:
         return passed(EvidenceLevel.EXECUTED, measurements=session.measured)
 
 
-def refuse_for_good(requirements: Iterable[Requirement]) -> None:
-    """Raises ``LoadError`` for a requirement that no option of this case can meet: GenAI would load
-    much of it all the same and compute something else."""
-    for requirement in requirements:
-        actions = {remedy.action for remedy in requirement.remedies}
-        if requirement.state is State.UNMET and requirement.reason and not actions & SAME_CASE:
-            raise LoadError(requirement.reason.message, code=requirement.reason.code)
-
-
 def probe_request(case: Case, tokens: int) -> Request:
     """The smallest request of the case's task."""
     sampling = Sampling(max_tokens=tokens)
@@ -181,24 +167,12 @@ def probe_request(case: Case, tokens: int) -> Request:
     return Request(case.task, {"prompt": PROBE_TEXT}, sampling)
 
 
-def model_path(case: Case) -> str:
-    """What the pipeline is given: a directory, the GGUF file, or its expanded copy in the cache."""
-    artifact = case.artifact
-    if artifact.kind is not ArtifactKind.GGUF:
-        entry = case.file(artifact.entry)
-        return entry if os.path.isdir(entry) else os.path.dirname(entry)
-    stored = {t.dtype for t in artifact.tensors.tensors.values()}
-    if truthy(case.options.get("allow_dequantize")) and stored & gguf.ROUNDED_TYPES:
-        return expanded(case.file(artifact.entry), gguf.ROUNDED_TYPES)
-    return case.file(artifact.entry)
-
-
 # ---- directories -----------------------------------------------------------------------
 
 
 def directory_requirements(case: Case) -> list[Requirement]:
     """Operators, ports and state of the graph, and a tokenizer that loads."""
-    folder = model_path(case)
+    folder = gguf.model_path(case)
     graph = os.path.join(folder, LANGUAGE_MODEL)
     where = os.path.relpath(graph, case.root)
     if not os.path.isfile(graph):
@@ -304,7 +278,7 @@ class Text:
         eos |= set(case.artifact.generation.eos_ids if case.artifact.generation else [])
         eos |= set(case.artifact.tokenizer.eos_ids if case.artifact.tokenizer else [])
         tokens: dict[str, Any] = {"bos_token": tokenizer.get_bos_token(), "eos_token": tokenizer.get_eos_token()}
-        bos = tokenizer.get_bos_token_id() if adds_bos(case) else None
+        bos = tokenizer.get_bos_token_id() if gguf.adds_bos(case) else None
         return cls(encode, decode, _template(case), tokens, bos, {e for e in eos if e is not None and e >= 0})
 
     def prompt(self, request: Request) -> list[int]:
@@ -346,14 +320,6 @@ def _named_codec(tokenizer: Any) -> Codec:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     return encode, decode
-
-
-def _adds_bos(case: Case) -> bool:
-    if case.artifact.kind is not ArtifactKind.GGUF or case.options.get("tokenizer"):
-        return False  # the tokenizer does it where it must be done
-    values = gguf.metadata(case.artifact)
-    stated = values.get("tokenizer.ggml.add_bos_token")
-    return bool(stated) if stated is not None else values.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT
 
 
 def _template(case: Case) -> str:

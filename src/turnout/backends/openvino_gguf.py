@@ -15,16 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from turnout.backends.base import Action, BindingReport, Case, Kind, Remedy, Requirement, State, met, unmet
-from turnout.backends.openvino_gguf_files import ELEMENT_TYPES, HEAD_NORMS, LAYER_TENSORS, TELLING, SmallModel
+from turnout.backends.base import SAME_CASE, Action, BindingReport, Case, Kind, Remedy, Requirement, State, met, unmet
+from turnout.backends.openvino_gguf_files import ELEMENT_TYPES, HEAD_NORMS, LAYER_TENSORS, TELLING, SmallModel, expanded
 from turnout.backends.openvino_reading import first_line
 from turnout.backends.requirements import truthy
+from turnout.errors import LoadError
 from turnout.package.facts import Artifact, ArtifactKind
 
 # Measured against dequantized weights with openvino-genai 2026.4: these types have a minimum per
 # block, which GenAI rounds to a whole number of steps between 0 and 15. SmolLM2's logits then
 # differ by 5 to 15 on a scale of 20 to 30. Types without a minimum agree to 1e-3 of the scale.
 ROUNDED_TYPES = frozenset({"Q4_1", "Q4_K"})
+BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"})  # llama.cpp, llama-vocab.cpp
 # Keys of ``{arch}.`` that GenAI 2026.4 reads (the names its library holds), and keys that describe.
 READ_KEYS = frozenset(
     {
@@ -64,6 +66,36 @@ def required_tensors(architecture: str, layers: int) -> list[str]:
     stems = LAYER_TENSORS + (HEAD_NORMS if architecture == "qwen3" else ())
     per_layer = [f"blk.{i}.{stem}.weight" for i in range(layers) for stem in stems]
     return ["token_embd.weight", "output_norm.weight", *per_layer]
+
+
+def model_path(case: Case) -> str:
+    """What the pipeline is given: a directory, the GGUF file, or its expanded copy in the cache."""
+    artifact = case.artifact
+    if artifact.kind is not ArtifactKind.GGUF:
+        entry = case.file(artifact.entry)
+        return entry if os.path.isdir(entry) else os.path.dirname(entry)
+    stored = {t.dtype for t in artifact.tensors.tensors.values()}
+    if truthy(case.options.get("allow_dequantize")) and stored & ROUNDED_TYPES:
+        return expanded(case.file(artifact.entry), ROUNDED_TYPES)
+    return case.file(artifact.entry)
+
+
+def adds_bos(case: Case) -> bool:
+    """Whether a start token belongs before plain prompts that the tokenizer does not put there."""
+    if case.artifact.kind is not ArtifactKind.GGUF or case.options.get("tokenizer"):
+        return False  # the tokenizer does it where it must be done
+    values = metadata(case.artifact)
+    stated = values.get("tokenizer.ggml.add_bos_token")
+    return bool(stated) if stated is not None else values.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT
+
+
+def refuse_for_good(requirements: Iterable[Requirement]) -> None:
+    """Raises ``LoadError`` for a requirement that no option of this case can meet: GenAI would load
+    much of it all the same and compute something else."""
+    for requirement in requirements:
+        actions = {remedy.action for remedy in requirement.remedies}
+        if requirement.state is State.UNMET and requirement.reason and not actions & SAME_CASE:
+            raise LoadError(requirement.reason.message, code=requirement.reason.code)
 
 
 # ---- asking ----------------------------------------------------------------------------
