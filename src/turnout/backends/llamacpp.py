@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from turnout.backends.admission import DEFAULT_CONTEXT
 from turnout.backends.base import (
     BackendBuild,
     BindingReport,
@@ -42,7 +43,11 @@ from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.package.facts import Artifact, ArtifactKind
 from turnout.tasks.contract import EmbeddingsOutput, RankedDocument, RankingOutput, TextOutput
 from turnout.tasks.language import pooling_recipe
-from turnout.types import Request, Sampling, Task
+from turnout.types import Request, Sampling, Task, count_of
+
+if TYPE_CHECKING:
+    from turnout.backends.llamacpp_executor import LlamaCppExecutor
+    from turnout.backends.llamacpp_vocabulary import LlamaCppVocabulary
 
 GENERATING = frozenset({Task.TEXT_GENERATION, Task.CHAT})
 # Above this many bytes a dry load only asks with the stand-in: mapping the weights would read them.
@@ -128,6 +133,39 @@ class LlamaCppBackend:
     def load(self, plan: LoadPlan) -> LlamaCppSession:
         """Session over the whole model. llama.cpp refuses a file with a tensor missing or too many."""
         return self._open(plan, 0, repack=True)
+
+    def executor(
+        self,
+        plan: LoadPlan,
+        options: Mapping[str, Any] | None = None,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> LlamaCppExecutor:
+        """The whole model for the generation engine; ``options`` are those of ``llamacpp_options``.
+
+        An adapter file is loaded with its base, and rows name it by the artifact's id.
+        """
+        from turnout.backends.llamacpp_executor import LlamaCppExecutor
+        from turnout.backends.llamacpp_options import ExecutorOptions
+
+        case = plan.case
+        model = required_model(case)
+        given: dict[str, Any] = {"context": context_of(case, model.artifact), "device": case.device, **(options or {})}
+        # Room for the longest sequence at least, where nothing is said about the cache.
+        given.setdefault("cache_tokens", max(count_of(given["context"]) or 0, DEFAULT_CONTEXT))
+        executor = LlamaCppExecutor(model.path, ExecutorOptions.of(given), on_progress=on_progress)
+        if case.artifact.kind is ArtifactKind.GGUF_ADAPTER:
+            try:
+                executor.load_adapter(case.artifact.id, case.file(case.artifact.entry))
+            except BaseException:
+                executor.close()
+                raise
+        return executor
+
+    def vocabulary(self, plan: LoadPlan) -> LlamaCppVocabulary:
+        """The model's vocabulary, read without its weights."""
+        from turnout.backends.llamacpp_vocabulary import LlamaCppVocabulary
+
+        return LlamaCppVocabulary.of_file(required_model(plan.case).path)
 
     def _open(self, plan: LoadPlan, context: int, *, repack: bool) -> LlamaCppSession:
         case = plan.case

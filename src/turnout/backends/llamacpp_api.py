@@ -121,7 +121,7 @@ class Batch(ctypes.Structure):
 
 ProgressCallback = ctypes.CFUNCTYPE(c_bool, c_float, c_void_p)
 _LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
-_LOG_LEVELS = {1: "D", 2: "I", 3: "W", 4: "E"}
+_LOG_LEVELS = {3: "W", 4: "E"}  # what is kept; loading says thousands of other lines
 _LOG_CONTINUES = 5
 
 # Result and arguments of the functions used, without the two that depend on the proven layouts.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,13 @@ from turnout.backends.llamacpp_api import Api, Batch, open_api
 from turnout.backends.llamacpp_model import Model
 from turnout.backends.llamacpp_native import NativeLoadError, reason_of
 from turnout.backends.llamacpp_options import CACHE_TYPES, FLASH, ExecutorOptions
+from turnout.backends.llamacpp_parts import Piece, fits, parts
 from turnout.backends.llamacpp_slots import Slots
 from turnout.backends.llamacpp_vocabulary import LlamaCppVocabulary
 from turnout.engine.executor import Capabilities, Row, Step
 from turnout.errors import InputError, LoadError, MemoryAdmissionError, NotSupportedError, TurnoutError, UsageError
 
 _NO_SLOT, _INVALID = 1, -1  # answers of llama_decode
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Tokens ``first`` to ``last`` of a row, with the rows of logits they fill from ``output`` on."""
-
-    row: Row
-    first: int
-    last: int
-    logits: int
-    output: int
 
 
 class LlamaCppExecutor:
@@ -160,7 +149,7 @@ class LlamaCppExecutor:
         """Arrays that llama.cpp reads a batch from; it gets their addresses once."""
         slots, size = self.options.slots, self.capabilities.step_tokens
         self._vocab = self.capabilities.vocab_size
-        self._outputs = min(self._outputs, size)
+        self._limits = self._slots.limits(size, self._api.llama_n_ubatch(self._context), min(self._outputs, size))
         self._held = self._slots.held
         self._counting = np.arange(self.capabilities.context, dtype=np.int32)
         self._tokens, self._positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
@@ -185,8 +174,8 @@ class LlamaCppExecutor:
         outputs = self._check(rows)
         self._slots.expect(rows)
         try:
-            if outputs <= self._outputs and len({row.adapter for row in rows}) < 2:
-                pieces = [_Piece(row, 0, len(row.tokens), row.logits, 0) for row in rows]
+            if fits(rows, outputs, self._limits):
+                pieces = [Piece(row, 0, len(row.tokens), row.logits, 0) for row in rows]
                 self._decode(pieces, rows[0].adapter if rows else None)
                 result = self._logits(outputs)
             else:
@@ -222,7 +211,7 @@ class LlamaCppExecutor:
             raise InputError("a slot occurs twice in one step")
         return outputs
 
-    def _decode(self, pieces: Sequence[_Piece], adapter: str | None) -> None:
+    def _decode(self, pieces: Sequence[Piece], adapter: str | None) -> None:
         """One call of llama.cpp over ``pieces``."""
         if not pieces:
             return
@@ -287,41 +276,17 @@ class LlamaCppExecutor:
         return np.ndarray((outputs, self._vocab), np.float32, memoryview(memory).cast("B"))
 
     def _in_parts(self, rows: Sequence[Row], outputs: int) -> NDArray[np.float32]:
-        """A step of several calls: one adapter each, no more logits each than were reserved."""
+        """A step of several calls: one adapter each, and no more than a call may have."""
         result = np.empty((outputs, self._vocab), np.float32)
-        groups: dict[str | None, list[_Piece]] = {}
-        place = 0
-        for row in rows:
-            groups.setdefault(row.adapter, []).extend(self._cut(row, place))
-            place += row.logits
         # The adapter that is set already goes first: each change makes llama.cpp plan its graph anew.
-        for adapter in sorted(groups, key=lambda name: (name != self._adapter, name or "")):
-            part: list[_Piece] = []
-            for piece in groups[adapter]:
-                if part and sum(other.logits for other in part) + piece.logits > self._outputs:
-                    self._compute_part(part, adapter, result)
-                    part = []
-                part.append(piece)
-            self._compute_part(part, adapter, result)
+        for adapter, part in parts(rows, self._limits, self._adapter):
+            self._decode(part, adapter)
+            logits = self._logits(sum(piece.logits for piece in part))
+            begin = 0
+            for piece in part:
+                result[piece.output : piece.output + piece.logits] = logits[begin : begin + piece.logits]
+                begin += piece.logits
         return result
-
-    def _cut(self, row: Row, place: int) -> list[_Piece]:
-        """The row in pieces of no more logits than one call may have; ``place`` is the first one's row."""
-        pieces, first, left = [], 0, row.logits
-        while first < len(row.tokens):
-            logits = min(left, self._outputs)
-            last = len(row.tokens) - left + logits
-            pieces.append(_Piece(row, first, last, logits, place))
-            first, left, place = last, left - logits, place + logits
-        return pieces
-
-    def _compute_part(self, part: list[_Piece], adapter: str | None, result: NDArray[np.float32]) -> None:
-        self._decode(part, adapter)
-        logits = self._logits(sum(piece.logits for piece in part))
-        begin = 0
-        for piece in part:
-            result[piece.output : piece.output + piece.logits] = logits[begin : begin + piece.logits]
-            begin += piece.logits
 
     def encode(self, slot: int, tokens: Sequence[int]) -> None:
         """Refused: models with an encoder are refused when they are opened."""

@@ -15,6 +15,7 @@ MAX_SLOTS = 256  # LLAMA_MAX_SEQ
 CACHE_TYPES = {
     "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
 }  # fmt: skip
+_ENGINE_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0"}
 FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
@@ -42,10 +43,12 @@ class ExecutorOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ExecutorOptions:
-        """Options from names and values (numbers, booleans, or their text).
+        """Options from names and values (numbers, booleans, or their text); None leaves the default. The
+        engine's own names are known too: ``kv_dtype`` is the cache's type, ``quantize`` is refused.
 
         Raises ``UsageError`` for an unknown name or a value that is none of the option's.
         """
+        given = _own_names({name: value for name, value in given.items() if value is not None})
         kinds = {field.name: type(field.default) for field in fields(cls)}
         unknown = sorted(set(given) - set(kinds))
         if unknown:
@@ -72,6 +75,17 @@ class ExecutorOptions:
         """Threads for one token and for more."""
         single = self.threads or len(os.sched_getaffinity(0))
         return single, self.threads_batch or single
+
+
+def _own_names(given: dict[str, Any]) -> dict[str, Any]:
+    if given.pop("quantize", None):
+        raise UsageError("option `quantize`: the types of a GGUF file are fixed when it is written")
+    dtype = given.pop("kv_dtype", None)
+    if dtype is not None:
+        if dtype not in _ENGINE_TYPES:
+            raise UsageError(f"option `kv_dtype` is `{dtype}`; known: {', '.join(_ENGINE_TYPES)}")
+        given.setdefault("cache_type", _ENGINE_TYPES[dtype])
+    return given
 
 
 def _value(name: str, value: Any, kind: type) -> Any:

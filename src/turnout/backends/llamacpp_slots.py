@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from turnout.backends.llamacpp_api import Api
 from turnout.backends.llamacpp_options import ExecutorOptions
+from turnout.backends.llamacpp_parts import Limits
 from turnout.engine.executor import Row
 from turnout.errors import InputError, TurnoutError
 
@@ -31,6 +32,19 @@ class Slots:
         self._window = int(api.llama_model_n_swa(model))
         self.held = [0] * options.slots
         self._saved: list[dict[int, NDArray[np.uint8]]] = [{} for _ in self.held]
+
+    def limits(self, step: int, chunk: int, outputs: int) -> Limits:
+        """What one call may have, of ``step`` tokens at most, where llama.cpp computes ``chunk`` together.
+
+        llama.cpp places all chunks of a call on trial before it computes the first. Where a layer has a
+        window, a later chunk may be placed over cells that the window has passed by then; the trial drops
+        older cells with them, and does not put those back (``llama_kv_cache::prepare``, seen in builds
+        b11500 to b11549: logits were wrong by more than their deviation). So such models get one chunk a
+        call; where sequences are not simply strung together, chunks are made of rows of one length.
+        """
+        if not self._window:
+            return Limits(step, outputs)
+        return Limits(min(step, chunk), outputs, equal=self._recurrent or not self._options.unified)
 
     def notes(self) -> tuple[str, ...]:
         """What is missing, for people."""
