@@ -200,8 +200,8 @@ def test_snapshots_are_bounded_and_spread() -> None:
 
 def test_the_same_prompt_again_finds_its_last_block() -> None:
     executor = executor_of("falcon-h1")
-    for count, wanted in ((48, 32), (49, 48), (16, 0), (17, 16)):
-        feed(executor, 0, tokens_of(4, count), 0)
+    for count, chunk, wanted in ((48, 64, 32), (49, 64, 48), (16, 64, 0), (17, 64, 16), (40, 7, 32), (40, 16, 32)):
+        feed(executor, 0, tokens_of(4, count), 0, chunk)
         assert executor.retained(0, count - 1) == wanted
         executor.free(0)
 

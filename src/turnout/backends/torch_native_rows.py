@@ -6,8 +6,8 @@ compute attention on their own. It runs the library's classes with the library's
 
 Snapshots of recurrent states (they cannot be cut) are taken where the engine is likely to return to:
 
-- at the last block boundary of a prompt before its last token (its last row is computed in two passes
-  for it), and where a part of a prompt ends at one, because cached prefixes are whole blocks;
+- at the last block boundary in each row of prompt tokens (the row is computed in two passes for it),
+  before the prompt's last token, because cached prefixes are whole blocks;
 - whenever decoding completes a block;
 - before a row that asks for several logits of a few tokens, because drafts may be refused.
 
@@ -251,9 +251,9 @@ class RowExecutor:
         if single and row.start:
             return [1] * total
         # The last whole block before the last token: the same prompt again needs its last token's logits.
-        boundary = (row.start + total - 1) // BLOCK * BLOCK - row.start
+        boundary = (row.start + total - (row.logits > 0)) // BLOCK * BLOCK - row.start
         drafts = row.logits > 1 and total <= BLOCK and row.start > 0
-        if not states or not row.logits or drafts or boundary <= 0:
+        if not states or drafts or boundary <= 0 or boundary == total:
             return [total]
         return [boundary, *([1] * (total - boundary) if single else [total - boundary])]
 
