@@ -86,6 +86,7 @@ OPTIONS = {
     "max_length": "tokens after which an input text is cut",
     "normalize": "scale embeddings to length 1",
     "pooling": "mean, cls, max, lasttoken, weightedmean or mean_sqrt_len_tokens",
+    "quantize": "weights are converted while they load: q8, q6, q5, q4, q3 or auto",
     "threshold": "score above which something counts as found",
     "tokenizer": "path of a tokenizer.json, or of a directory that holds one",
     "trust_remote_code": "run the Python code that came with the package",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from turnout.config import OPTIONS
 from turnout.errors import UsageError
+from turnout.types import BASIC_SAMPLING, Grammar, Sampling
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Path, short name (`turnout list`) or org/name[@rev].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object (docs/cli.md).")]
@@ -39,11 +43,57 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def _near(key: str) -> list[str]:
+def parse_sampling(pairs: list[str] | None, basic: Sampling) -> Sampling:
+    """``basic`` with the ``KEY=VALUE`` pairs set; values are JSON where they can be read so.
+
+    Raises ``UsageError`` for an unknown name and for a value of another kind.
+    """
+    import msgspec
+
+    names = [field.name for field in fields(Sampling) if field.name not in BASIC_SAMPLING | {"grammar"}]
+    values: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, found, text = pair.partition("=")
+        if not found:
+            raise UsageError(f"`--sampling {pair}` has no value", hints=["write it as `--sampling KEY=VALUE`"])
+        if key not in names:
+            raise UsageError(f"unknown sampling parameter `{key}`", hints=_near(key, names))
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+        try:
+            msgspec.convert({key: values[key]}, Sampling)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"`--sampling {pair}`: {str(error).partition(' - ')[0]}") from None
+    return replace(basic, **{key: getattr(msgspec.convert({key: v}, Sampling), key) for key, v in values.items()})
+
+
+def grammar_of(schema: str | None, regex: str | None) -> Grammar | None:
+    """What the text must match: a schema (a file, or its text) or a regular expression.
+
+    Raises ``UsageError`` for both, and for a schema that is neither a file nor JSON.
+    """
+    if schema is not None and regex is not None:
+        raise UsageError("`--schema` and `--regex` exclude each other")
+    if regex is not None:
+        return Grammar("regex", regex)
+    if schema is None:
+        return None
+    path = Path(schema)
+    text = schema if schema.lstrip().startswith("{") else ""
+    if not text:
+        if not path.is_file():
+            raise UsageError(f"`--schema {schema}` is no file", hints=["give a file, or the schema itself"])
+        text = path.read_text(encoding="utf-8", errors="replace")
+    return Grammar("json_schema", text)
+
+
+def _near(key: str, known: Iterable[str] = OPTIONS) -> list[str]:
     import difflib
 
-    near = difflib.get_close_matches(key, OPTIONS, n=1)
-    return [f"did you mean `{near[0]}`?"] if near else ["known options: " + ", ".join(OPTIONS)]
+    near = difflib.get_close_matches(key, known, n=1)
+    return [f"did you mean `{near[0]}`?"] if near else ["known: " + ", ".join(known)]
 
 
 def _scalar(text: str) -> Any:

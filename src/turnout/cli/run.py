@@ -16,7 +16,9 @@ from turnout.cli.options import (
     DeviceOption,
     Model,
     TaskOption,
+    grammar_of,
     parse_options,
+    parse_sampling,
 )
 from turnout.errors import NotSupportedError, UsageError
 from turnout.types import Sampling
@@ -52,6 +54,17 @@ def run(
     ] = DEFAULT.top_p,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Tokens to draw from; 0 is all.")] = DEFAULT.top_k,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the drawing.")] = DEFAULT.seed,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option("--sampling", metavar="KEY=VALUE", help="Any other sampling parameter (docs/cli.md)."),
+    ] = None,
+    schema: Annotated[
+        str | None, typer.Option("--schema", metavar="FILE", help="JSON schema the text must follow (or the schema).")
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Regular expression the text must match.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", metavar="SCHEME", help="q8, q6, q5, q4, q3 or auto, while loading.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends it; may be repeated.")] = None,
     save: Annotated[str | None, typer.Option("--save", metavar="FILE", help="Keep the result in a file.")] = None,
     json: AsJson = False,
@@ -64,13 +77,16 @@ def run(
     from turnout.cli import inputs, outputs
 
     options = parse_options(option)
+    if quantize is not None:
+        options["quantize"] = quantize
     if save is not None:
         outputs.check_save(save)
     package = turnout.inspect(model)
     wanted = _task_of(package, artifact, task)
     typed = inputs.Typed(tuple(values or ()), tuple(text or ()), system)
     given = inputs.inputs_of(wanted, typed, _artifact_of(package, artifact, wanted))
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
+    basic = Sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()), grammar=grammar_of(schema, regex))
+    drawn = parse_sampling(sampling, basic)
     with printer.Progress() as progress:
         stream = outputs.Stream(progress.clear)
         with turnout.load(
@@ -78,7 +94,7 @@ def run(
         ) as session:
             progress(f"running {session.verdict.backend}")
             try:
-                result = session.run(given, sampling, emit=None if json else stream)
+                result = session.run(given, drawn, emit=None if json else stream)
             finally:
                 stream.end()
             why = session.why

@@ -45,7 +45,6 @@ class ExecutorOptions:
     step_tokens: int | None = None
     threads: int | None = None  # None: every core of this process
     kv_dtype: str | None = None  # of the cache: float32, bfloat16, float16, int8
-    quantize: str | None = None  # q8, q6, q5, q4, q3, auto: weights are converted while they load
 
 
 @dataclass(slots=True)

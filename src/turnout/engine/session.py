@@ -11,11 +11,13 @@ from turnout.engine.request import Finish, GenerationRequest
 from turnout.errors import TurnoutError
 from turnout.tasks.contract import TextOutput
 from turnout.tasks.prompting import PromptEncoder
-from turnout.types import Request
+from turnout.types import Request, Sampling
 
 
 class EngineSession:
     """Session of a generating task. Closing it closes the engine."""
+
+    honours = frozenset(Sampling.__dataclass_fields__)  # every sampling parameter
 
     def __init__(self, plan: LoadPlan, engine: Engine, binding: BindingReport, dtype: str) -> None:
         self.plan = plan

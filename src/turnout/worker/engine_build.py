@@ -8,7 +8,7 @@ from typing import Any
 from turnout.backends import registry
 from turnout.backends.base import Case
 from turnout.engine.core import Engine, EngineConfig
-from turnout.engine.executor import Executor, ExecutorOptions, Vocabulary
+from turnout.engine.executor import Executor, ExecutorOptions, Row, Step, Vocabulary
 from turnout.engine.service import EngineService
 from turnout.engine.speculative import DraftProposer, NGramProposer, Proposer
 from turnout.errors import InputError, NotSupportedError
@@ -16,6 +16,7 @@ from turnout.tasks.prompting import PromptEncoder
 from turnout.worker import wire
 from turnout.worker.engine_host import EngineHost
 
+SCORED_TOKENS = 128  # of one step, so that logits of a large vocabulary stay small
 SPECULATION = ("", "ngram", "draft")
 
 
@@ -61,6 +62,30 @@ def open_engine(
         "eos_ids": sorted(vocabulary.eos_ids),
         "limit": min(executor.capabilities.context, executor.capabilities.cache_tokens),
     }
+
+
+def score(backend: str, case: Case, options: dict[str, Any], text: str, ids: list[int], path: str) -> list[int]:
+    """Writes the logits of every token of a text to ``path``, float32 [tokens, vocab] in numpy's format.
+
+    ``ids`` are the tokens; when empty, ``text`` is encoded with the case's vocabulary. Returns the ids.
+    """
+    import numpy as np
+
+    asked = wire.rebuild(options, ExecutorOptions)
+    executor, vocabulary, _dtype, _recipe = _opened(backend, case, asked)
+    try:
+        can = executor.capabilities
+        ids = (ids or vocabulary.encode(text))[: min(can.context, can.cache_tokens)]
+        shape = (len(ids), can.vocab_size)
+        logits = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        for start in range(0, len(ids), SCORED_TOKENS):
+            chunk = ids[start : start + SCORED_TOKENS]
+            row = Row(0, chunk, start, logits=len(chunk))
+            logits[start : start + len(chunk)] = np.asarray(executor.execute(Step([row])))[:, : can.vocab_size]
+        logits.flush()
+    finally:
+        executor.close()
+    return ids
 
 
 def _opened(backend: str, case: Case, options: ExecutorOptions) -> tuple[Executor, Vocabulary, str, str]:

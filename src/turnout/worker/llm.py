@@ -110,11 +110,14 @@ class LLM:
             raise UsageError(f"`draft` goes with speculation `draft`, not `{speculation}`")
         if speculation == "draft" and draft is None:
             raise UsageError("speculation `draft` needs the draft model's path", hints=["draft=PATH"])
+        options = dict(options or {})
+        if quantize is not None:
+            options["quantize"] = quantize
         self._worker = Worker()
         self._client: EngineClient | None = None
         try:
             package, case, verdict, self.why, self._digest = self._choose(
-                model, task, artifact, backend, device, options or {}, on_progress
+                model, task, artifact, backend, device, options, on_progress
             )
             self.package, self.verdict, self.task = package, verdict, case.task
             self._case = case
@@ -134,7 +137,6 @@ class LLM:
                     "cache_tokens": cache_tokens,
                     "threads": threads,
                     "kv_dtype": kv_dtype,
-                    "quantize": quantize,
                 },
                 engine={
                     "speculation": speculation,

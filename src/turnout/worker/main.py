@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from turnout.backends import registry
@@ -29,10 +30,10 @@ from turnout.backends.base import (
 )
 from turnout.backends.requirements import common
 from turnout.backends.resolve import Assessment
-from turnout.errors import LoadError, NotFoundError, TurnoutError
+from turnout.errors import InputError, LoadError, NotFoundError, TurnoutError
 from turnout.package.facts import Package
 from turnout.package.inspect import inspect
-from turnout.types import Request
+from turnout.types import BASIC_SAMPLING, Request, Sampling
 from turnout.worker import wire
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Host:
         """Output of one request on the loaded session."""
         session = self._loaded()
         typed: Request = wire.rebuild(request, Request)
+        _check_sampling(typed.sampling, getattr(session, "honours", BASIC_SAMPLING), self._backend)
         started = time.perf_counter()
         first: list[float] = []
 
@@ -181,6 +183,17 @@ class Host:
             raise
         return {**answer, "load_s": time.perf_counter() - started}
 
+    def score(
+        self, backend: str, case: dict[str, Any], options: dict[str, Any], text: str, ids: list[int], path: str
+    ) -> list[int]:
+        """Writes a text's logits to a file and returns its token ids (``engine_build.score``)."""
+        from turnout.worker import engine_build
+
+        self.unload()
+        this = self._case(**case)
+        self._check(backend, this)
+        return engine_build.score(backend, this, options, text, ids, path)
+
     def unload(self) -> None:
         """Closes the session and the engine if there are any."""
         if self._engine is not None:
@@ -195,6 +208,20 @@ class Host:
         if self._session is None:
             raise LoadError("nothing is loaded")
         return self._session
+
+
+def _check_sampling(sampling: Sampling, honours: frozenset[str], backend: str) -> None:
+    """Raises ``InputError`` for parameters that the session would ignore."""
+    ignored = [
+        field.name
+        for field in fields(Sampling)
+        if field.name not in honours and getattr(sampling, field.name) != field.default
+    ]
+    if ignored:
+        raise InputError(
+            f"`{backend}` runs this model without the generation engine and knows no {', '.join(ignored)}",
+            hints=["`turnout backends` shows which backends the engine drives"],
+        )
 
 
 def _guard(ask: Callable[[], list[Requirement]]) -> list[Requirement]:
