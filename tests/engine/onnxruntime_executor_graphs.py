@@ -135,13 +135,13 @@ def _visibility(w: Writer, past: str | None) -> None:
     w.op("Mul", hidden, w.const(-1e9, np.float32), out="visible")
 
 
-def _ports(form: str, ids: int, half: bool, names: tuple[str, str], positions: bool) -> tuple[list[Any], list[Any]]:
-    inputs = [port("input_ids", ids, ["batch", "new"]), port("attention_mask", ids, ["batch", "total"])]
-    inputs += [port("position_ids", ids, ["batch", "new"])] if positions else []
+def _ports(form: str, ids: int, half: bool, names: tuple[str, str], new: Any) -> tuple[list[Any], list[Any]]:
+    inputs = [port("input_ids", ids, ["batch", new]), port("attention_mask", ids, ["batch", "total"])]
+    inputs += [port("position_ids", ids, ["batch", new])] if form != "gqa" else []
     outputs = [port("logits", FLOAT, ["batch", "new", VOCAB])]
     for layer in range(LAYERS if form != "plain" else 0):
-        for part in ("key", "value"):
-            shape = ["batch", KV_HEADS, "{}", SIZE]
+        for part in ("key", "value") if form != "stacked" else ("",):
+            shape = [*([2] if form == "stacked" else []), "batch", KV_HEADS, "{}", SIZE]
             kind = HALF if half else FLOAT
             for ports, name, axis in ((inputs, names[0], "past"), (outputs, names[1], "all")):
                 ports.append(port(name.format(layer=layer, part=part), kind, [axis if d == "{}" else d for d in shape]))
@@ -156,12 +156,15 @@ def write(
     ids: int = INT64,
     half: bool = False,
     last: bool = False,
+    keep: bool = False,
+    new: Any = "new",
     names: tuple[str, str] = ("past_key_values.{layer}.{part}", "present.{layer}.{part}"),
 ) -> Path:
     """The graph at ``path``. ``ids`` is the integers' type, ``half`` keeps the past in float16, ``last`` gives
-    the logits of the last token alone, ``names`` are the patterns of past and present."""
+    the logits of the last token alone, ``keep`` those of as many as the input `num_logits_to_keep` says, ``new``
+    is the number of tokens a call takes, ``names`` are the patterns of past and present."""
     w = Writer()
-    inputs, outputs = _ports(form, ids, half, names, positions=form != "gqa")
+    inputs, outputs = _ports(form, ids, half, names, new)
     cosines, sines = _tables(model)
     x = w.op("Gather", w.weight("embedding", model.model.embed_tokens.weight), "input_ids")
     if form == "gqa":
@@ -174,15 +177,45 @@ def write(
         w.weights |= {"cosines": np.tile(cosines, 2), "sines": np.tile(sines, 2)}
         for name, table in (("cos", "cosines"), ("sin", "sines")):
             w.op("Unsqueeze", w.op("Gather", table, "position_ids"), w.const([1]), out=name)
-        _visibility(w, names[0].format(layer=0, part="key") if form == "concat" else None)
+        _visibility(w, _first_past(w, form, names[0]))
     for index, layer in enumerate(model.model.layers):
         x = _layer(w, x, layer, index, form, half, names)
     if last:
         x = w.op("Gather", x, w.const([-1]), axis=1)
+    if keep:
+        inputs.append(port("num_logits_to_keep", INT64, []))
+        start = w.op("Unsqueeze", w.op("Neg", "num_logits_to_keep"), w.const([0]))
+        x = w.op("Slice", x, start, w.const([1 << 40]), w.const([1]))
     x = w.norm(x, "norm", model.model.norm.weight)
     w.op("MatMul", x, w.weight("head", model.lm_head.weight.T), out="logits")
     weights = [numpy_helper.from_array(value, name) for name, value in w.weights.items()]
     return graphs.save(path, w.nodes, inputs, outputs, weights, domains=("com.microsoft",))
+
+
+def _first_past(w: Writer, form: str, pattern: str) -> str | None:
+    """A value whose axis 2 is as long as the past."""
+    if form == "plain":
+        return None
+    first = pattern.format(layer=0, part="key")
+    return w.op("Gather", first, w.const(0)) if form == "stacked" else first
+
+
+def _grown(w: Writer, states: list[str], past: list[str], present: list[str], half: bool) -> list[str]:
+    """Past and new states joined, one by one."""
+    for place, (before, after) in enumerate(zip(past, present, strict=True)):
+        if half:
+            states[place] = w.op("Concat", w.op("Cast", before, to=FLOAT), states[place], axis=2)
+            w.op("Cast", states[place], to=HALF, out=after)
+        else:
+            states[place] = w.op("Concat", before, states[place], axis=2, out=after)
+    return states
+
+
+def _stacked(w: Writer, states: list[str], past: str, present: str) -> list[str]:
+    """Past and new states in one value [2, batch, heads, tokens, size], as GPT-2's first exports had them."""
+    new = w.op("Concat", *(w.op("Unsqueeze", s, w.const([0])) for s in states), axis=0)
+    w.op("Concat", past, new, axis=3, out=present)
+    return [w.op("Gather", present, w.const(i)) for i in (0, 1)]
 
 
 def _layer(w: Writer, x: str, layer: Any, index: int, form: str, half: bool, names: tuple[str, str]) -> str:
@@ -200,13 +233,9 @@ def _layer(w: Writer, x: str, layer: Any, index: int, form: str, half: bool, nam
         query = _rotated(w, _heads(w, query, HEADS))
         states = [_rotated(w, _heads(w, key, KV_HEADS)), _heads(w, value, KV_HEADS)]
         if form == "concat":
-            for place, (before, after) in enumerate(zip(past, present, strict=True)):
-                old = w.op("Cast", before, to=FLOAT) if half else before
-                if half:
-                    states[place] = w.op("Concat", old, states[place], axis=2)
-                    w.op("Cast", states[place], to=HALF, out=after)
-                else:
-                    states[place] = w.op("Concat", old, states[place], axis=2, out=after)
+            states = _grown(w, states, past, present, half)
+        elif form == "stacked":
+            states = _stacked(w, states, past[0], present[0])
         mixed = _attend(w, query, *states)
     x = w.op("Add", x, w.linear(mixed, f"o{index}", attention.o_proj))
     normed = w.norm(x, f"norm_b{index}", layer.post_attention_layernorm.weight)

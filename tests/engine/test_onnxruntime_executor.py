@@ -18,11 +18,14 @@ from turnout.backends.base import Case
 from turnout.backends.onnxruntime import OnnxRuntimeBackend
 from turnout.backends.onnxruntime_executor import CONTEXT, OnnxExecutor, open_executor
 from turnout.backends.onnxruntime_executor_graph import DecoderGraph
+from turnout.engine.core import Engine, EngineConfig
 from turnout.engine.executor import ExecutorOptions, Row, Step
+from turnout.engine.request import Finish, GenerationRequest
+from turnout.engine.speculative import NGramProposer
 from turnout.errors import InputError, LoadError, NotSupportedError, TurnoutError, UsageError
 from turnout.package.facts import ArtifactKind
 from turnout.package.inspect import inspect
-from turnout.types import Task
+from turnout.types import Sampling, Task
 
 INT32 = TensorProto.INT32
 FORMS: dict[str, dict[str, Any]] = {
@@ -34,6 +37,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "last": {"form": "gqa", "last": True},
     "plain-last": {"form": "plain", "last": True},
     "old-names": {"form": "concat", "names": ("past_{layer}_{part}", "present_{layer}_{part}")},
+    "stacked": {"form": "stacked", "names": ("past_{layer}", "present_{layer}")},
+    "keep": {"form": "gqa", "keep": True},
+    "one": {"form": "concat", "new": 1},
 }
 TOLERANCE = {"half": 7e-2}  # a cache in float16: a hundredth of the largest logit, else rounding of float32
 PROMPTS = [[1, 5, 9, 33, 70, 12, 4], [1, 88], [1, *range(20, 60)], [1, 7, 7, 7, 30]]
@@ -127,6 +133,9 @@ def test_what_each_form_proves(opened: Callable[..., OnnxExecutor]) -> None:
         "last": (True, True, False, True),
         "plain-last": (False, False, False, False),
         "old-names": (False, True, True, True),
+        "stacked": (False, True, True, True),
+        "keep": (True, True, True, True),
+        "one": (False, True, True, False),
     }
     notes = {name: " ".join(opened(name).capabilities.notes) for name in FORMS}
     assert "no cache" in notes["plain"] and "no cache" not in notes["concat"] + notes["gqa"]
@@ -173,7 +182,7 @@ def test_rows_computed_together_are_the_rows_alone(
 # ---- slots -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["concat", "gqa", "plain", "half"])
+@pytest.mark.parametrize("name", ["concat", "gqa", "plain", "half", "stacked", "one"])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_copies_cuts_and_freed_slots(
     opened: Callable[..., OnnxExecutor], model: Any, name: str, together: bool
@@ -360,10 +369,35 @@ def test_the_backend_opens_it_with_options(tmp_path: Path, model: Any) -> None:
     assert backend.executor(backend.plan(case), ExecutorOptions(kv_dtype="float32")).capabilities.context == 17
 
 
+@pytest.mark.parametrize("form", ["gqa", "concat", "plain"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["plainly", "drafts"])
+def test_the_engine_generates_through_it(tmp_path: Path, model: Any, form: str, drafts: bool) -> None:
+    """Requests at once, with a shared prefix and too little room for all, against ``generate`` alone."""
+    backend = OnnxRuntimeBackend()
+    plan = backend.plan(case_of(package(tmp_path, model, form)))
+    executor = backend.executor(plan, ExecutorOptions(slots=3, cache_tokens=128))
+    vocabulary = backend.vocabulary(plan)
+    assert vocabulary.decode(vocabulary.encode("w1 w2", special=False)) == "w1 w2"
+    engine = Engine(executor, vocabulary, EngineConfig(chunk_tokens=7), proposer=NGramProposer() if drafts else None)
+    prompts = [*PROMPTS, PROMPTS[2] + [3], PROMPTS[2][:30]]
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(max_tokens=20, ignore_eos=True)
+        engine.add(GenerationRequest(str(i), list(prompt), sampling))
+    while engine.has_work:
+        for event in engine.step():
+            assert event.finish is not Finish.ERROR, event.error
+            found[event.id] += event.tokens
+    engine.check_idle()
+    assert engine.stats.preemptions > 0 and (engine.stats.drafted > 0) is drafts
+    assert list(found.values()) == [tiny.greedy(model, prompt, 20) for prompt in prompts]
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("options", "given", "word"),
     [
-        ({"quantize": "q8"}, {}, "quantize=q8"),
+        ({}, {"quantize": "q8"}, "quantize=q8"),
         ({"kv_dtype": "int8"}, {}, "kv_dtype=int8"),
         ({}, {"context": "abc"}, "context=abc"),
         ({}, {"device": "cuda"}, "`cuda`"),

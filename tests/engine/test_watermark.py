@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engine.tiny import TinyExecutor, TinyVocabulary
 
+from turnout.engine.core import Engine
+from turnout.engine.request import GenerationRequest
 from turnout.engine.watermark import (
     GreenList,
     SynthId,
@@ -18,6 +21,7 @@ from turnout.engine.watermark import (
     watermark,
 )
 from turnout.errors import InputError, TurnoutError, UsageError
+from turnout.types import Sampling
 
 VOCAB = 1000
 KEYS = (654, 400, 836, 123, 340, 443, 597, 160, 57, 29, 590, 639, 13, 715, 468, 990, 966, 226, 324, 585)
@@ -87,6 +91,24 @@ def test_a_text_that_repeats_itself_or_is_short_proves_nothing(name: str) -> Non
     assert (nothing.score, nothing.p_value, nothing.tokens, nothing.flagged) == (0.0, 1.0, 0, False)
     assert not mark.detect([7] * 500).flagged and mark.detect([7] * 500).tokens == 1
     assert mark.detect(list(range(2))).tokens <= 1
+
+
+@pytest.mark.parametrize("mark", [GreenList(64, bias=4.0), SynthId(4, KEYS)], ids=["green", "synthid"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "temperature": 1.5}], ids=["plain", "filtered"])
+def test_the_engine_marks_what_it_is_asked_to_mark(mark: Watermark, filters: dict[str, Any]) -> None:
+    executor = TinyExecutor(sharpness=0.5, ends=-30.0)
+    engine = Engine(executor, TinyVocabulary(), watermarks={"mine": mark})
+    for name, watermark_name in (("marked", "mine"), ("bare", None)):
+        sampling = Sampling(
+            **{"max_tokens": 240, "temperature": 1.0, "seed": 3, "watermark": watermark_name, **filters}
+        )
+        engine.add(GenerationRequest(name, [0, 9, 12], sampling))
+    found: dict[str, list[int]] = {"marked": [], "bare": []}
+    while engine.has_work:
+        for event in engine.step():
+            found[event.id] += event.tokens
+    assert mark.detect(found["marked"]).p_value < 1e-6
+    assert mark.detect(found["bare"]).p_value > 1e-3
 
 
 def test_the_tail_is_the_binomials() -> None:

@@ -50,6 +50,7 @@ from turnout.package.facts import ArtifactKind
 from turnout.tasks.adapter import adapter_for
 from turnout.tasks.decoding import Seq2SeqGenerator
 from turnout.tasks.numeric import numpy_dtype
+from turnout.tasks.vocabulary import TokenizerVocabulary, vocabulary_of
 from turnout.types import Request, Sampling, Task
 
 if TYPE_CHECKING:
@@ -248,6 +249,10 @@ class OnnxRuntimeBackend:
         from turnout.backends.onnxruntime_executor import open_executor  # brings numpy; listing backends needs none
 
         return open_executor(plan, options)
+
+    def vocabulary(self, plan: LoadPlan) -> TokenizerVocabulary:
+        """The package's tokenizer. Raises ``InputError`` (``tokenizer.missing``, ``tokenizer.unsupported_kind``)."""
+        return vocabulary_of(plan.case.root, plan.case.artifact, plan.case.options)
 
     def probe(self, session: Session) -> Evidence:
         """Smallest request of the task; a second run gives the latency."""

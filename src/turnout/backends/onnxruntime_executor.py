@@ -302,9 +302,9 @@ def open_executor(plan: LoadPlan, options: ExecutorOptions | None = None) -> Onn
             f"the ONNX Runtime executor keeps its states on the CPU, the case asks for `{case.device}`",
             code="device.unavailable",
         )
-    if asked.quantize:
+    if case.options.get("quantize"):
         raise UsageError(
-            f"`quantize={asked.quantize}`: a graph's weights stay as they are stored",
+            f"`quantize={case.options['quantize']}`: a graph's weights stay as they are stored",
             hints=["quantize the directory that the graph was exported from"],
         )
     rel = _graph_file(plan)

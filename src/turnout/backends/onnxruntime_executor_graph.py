@@ -62,6 +62,7 @@ class DecoderGraph:
         self.types = {name: np.dtype(numpy_dtype(p.type) or "int64") for name, p in ports.items()}
         self.past = tuple(self._past(p, outputs) for name, p in ports.items() if name.startswith("past"))
         self._expect(ports, outputs)
+        self.keep_rank = len(ports["num_logits_to_keep"].shape or []) if "num_logits_to_keep" in ports else 0
         shape = list(ports["input_ids"].shape)
         self.single = shape[1] == 1  # takes one token a call
         self.rows = not isinstance(shape[0], int) and all(p.rows for p in self.past)
@@ -193,9 +194,9 @@ class DecoderGraph:
             "attention_mask": places < held + new if self.shared else places >= total - new - held,
             "position_ids": held + np.arange(new),
             "use_cache_branch": np.array([bool(held.any())]),
-            "num_logits_to_keep": np.array(max(keep, 1)),
+            "num_logits_to_keep": np.full([1] * self.keep_rank, max(keep, 1)),  # a number or a list of one
         }
-        return {name: np.ascontiguousarray(given[name], self.types[name]) for name in given if name in self.types}
+        return {name: np.array(given[name], self.types[name], order="C") for name in given if name in self.types}
 
 
 def _sized(dim: Any, place: int, batch: int, chosen: list[int]) -> bool:
