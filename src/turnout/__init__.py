@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM",
     "Completion",
     "Generation",
     "Grammar",
     "InputError",
+    "LLM",
     "LoadError",
     "NotFoundError",
     "NotSupportedError",
