@@ -16,6 +16,7 @@ from typing import Any
 
 from turnout.backends import torch_native_probe as probe
 from turnout.backends import transformers_models as models
+from turnout.backends.base import BindingReport
 from turnout.backends.torch_native_attention import NAME, LayerPlan, Layout, Prefill, Run, register
 from turnout.backends.torch_native_cache import SlotCache
 from turnout.engine.executor import Capabilities, Row, Step
@@ -49,7 +50,9 @@ class TorchOptions:
 
 class TorchExecutor:
     """Ragged batches of one decoder. Raises ``NotSupportedError`` (``architecture.unsupported``) on
-    construction for a class that cannot run so; its message says why."""
+    construction for a class that cannot run so; its message says why. ``binding`` is set by who loads."""
+
+    binding: BindingReport | None = None
 
     def __init__(self, model: Any, options: TorchOptions = TorchOptions()) -> None:
         models.environment()
