@@ -10,6 +10,7 @@ with care and untested: no machine with a GPU was at hand.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from turnout.backends import transformers_models as models
 from turnout.backends.base import BindingReport
 from turnout.backends.torch_native_attention import NAME, LayerPlan, Layout, Prefill, Run, register
 from turnout.backends.torch_native_cache import SlotCache
+from turnout.backends.torch_native_threads import Steps
 from turnout.engine.executor import Capabilities, Row, Step
 from turnout.errors import NotSupportedError, TurnoutError, UsageError
 
@@ -34,7 +36,8 @@ class TorchOptions:
     """How a torch executor is made. 0 means: as the model, the machine or the default says.
 
     ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one. ``kv_dtype`` is "" for
-    the model's own type or "int8". ``threads`` 0 leaves PyTorch's number as it is. ``check`` compares
+    the model's own type or "int8". ``threads`` 0 takes PyTorch's number as the most and fewer
+    while other processes hold the cores; another number is kept. ``check`` compares
     the model's logits at load with its eager attention (a few small passes).
     """
 
@@ -61,10 +64,7 @@ class TorchExecutor:
             raise NotSupportedError("; ".join(reasons), code="architecture.unsupported")
         if options.kv_dtype not in ("", "int8"):
             raise UsageError(f"`{options.kv_dtype}` is not a type of the cache", hints=["leave it out, or int8"])
-        if options.threads:
-            import torch
-
-            torch.set_num_threads(options.threads)
+        self._steps = _steps(options.threads)
         context, notes = context_of(model.config, options.context)
         register()
         probe.register()
@@ -202,7 +202,7 @@ class TorchExecutor:
         run = probe.Tracer(cache, layout) if tracer else Run(cache, self._layers, layout)
         device = self._device
         try:
-            with torch.inference_mode(), run:
+            with self._steps, torch.inference_mode(), run:
                 output = self._model(
                     input_ids=torch.tensor([tokens], device=device),
                     position_ids=torch.tensor([positions], device=device),
@@ -268,6 +268,17 @@ class TorchExecutor:
                         f"`{type(model).__name__}` over ragged rows: {apart}", code="architecture.unsupported"
                     )
         return int(logits.shape[-1]), cache.token_bytes
+
+
+def _steps(threads: int) -> Any:
+    """Around every pass: a fixed number of threads, or one that follows the load of the machine."""
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+        return contextlib.nullcontext()
+    most = torch.get_num_threads()
+    return Steps(most) if most > 1 else contextlib.nullcontext()
 
 
 def _failed(error: Exception) -> TurnoutError:
