@@ -69,6 +69,8 @@ class OpenVINOExecutor:
 
         if self._closed:
             raise LoadError("the executor is closed")
+        if not step.rows:
+            return np.zeros((0, self.capabilities.vocab_size), np.float32)
         self._check(step)
         before = [(row.slot, self.pages.lengths[row.slot]) for row in step.rows]
         try:

@@ -24,7 +24,7 @@ class Settings:
 
     dtype: str = "float32"
     kv_dtype: str = ""  # '': as dtype; int8 quantizes each token's keys and values
-    activations: str = "float"  # int8: quantized as they come, where weights are quantized too
+    activations: str = ""  # float, or int8: quantized as they come, where weights are; '' int8 with `quantize`
     group: int = 0  # of quantized activations, in elements
     quantize: str = ""  # weights of a Hugging Face directory
     slots: int = 16
@@ -76,7 +76,7 @@ class Settings:
         }
         if self.kv_dtype == "int8":
             found["KEY_CACHE_QUANT_MODE"] = "BY_TOKEN"
-        if self.activations == "float":
+        if (self.activations or ("int8" if self.quantize else "float")) == "float":
             found["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
         elif self.group:
             found["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(self.group)
