@@ -87,11 +87,10 @@ def test_other_families_go_row_by_row_and_say_why(name: str) -> None:
         executor_for(families.model(name), TorchOptions(slots=2, kv_dtype="int8"))
 
 
-def test_nothing_is_served_outside_the_engine() -> None:
-    with pytest.raises(NotSupportedError, match="generation engine only"):
-        BACKEND.load(None)  # type: ignore[arg-type]
-    build = BACKEND.describe()
-    assert build.name == "torch-native" and build.available
+def test_the_backend_is_described_by_its_libraries() -> None:
+    found = BACKEND.describe()
+    assert found.name == "torch-native" and found.available and found.extra == "torch"
+    assert "cpu" in BACKEND.devices() and "mps" not in BACKEND.devices()
 
 
 # ---- real weights --------------------------------------------------------------------------
