@@ -151,6 +151,7 @@ class LlamaCppExecutor:
         self._vocab = self.capabilities.vocab_size
         self._limits = self._slots.limits(size, self._api.llama_n_ubatch(self._context), min(self._outputs, size))
         self._held = self._slots.held
+        self._view, self._view_of = np.empty((0, self._vocab), np.float32), (0, 0)  # of llama.cpp's logits
         self._counting = np.arange(self.capabilities.context, dtype=np.int32)
         self._tokens, self._positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._flags, self._ones = np.zeros(size, np.int8), np.ones(size, np.int32)
@@ -272,8 +273,11 @@ class LlamaCppExecutor:
         address = self._api.llama_get_logits(self._context)
         if not address:
             raise TurnoutError("llama.cpp has no logits for the step", code="runtime.failed")
-        memory = (ctypes.c_float * (outputs * self._vocab)).from_address(address)
-        return np.ndarray((outputs, self._vocab), np.float32, memoryview(memory).cast("B"))
+        if self._view_of != (address, outputs):
+            memory = (ctypes.c_float * (outputs * self._vocab)).from_address(address)
+            self._view = np.ndarray((outputs, self._vocab), np.float32, memoryview(memory).cast("B"))
+            self._view_of = address, outputs
+        return self._view
 
     def _in_parts(self, rows: Sequence[Row], outputs: int) -> NDArray[np.float32]:
         """A step of several calls: one adapter each, and no more than a call may have."""
@@ -345,7 +349,9 @@ class LlamaCppExecutor:
         count = 0 if name is None else 1
         adapters = (ctypes.c_void_p * 1)(self._adapters[name] if name is not None else None)
         scales = (ctypes.c_float * 1)(1.0)  # times alpha over rank, which llama.cpp applies itself
-        if self._api.llama_set_adapters_lora(self._context, adapters, count, scales):
+        with self._api.caught():
+            failed = self._api.llama_set_adapters_lora(self._context, adapters, count, scales)
+        if failed:
             raise TurnoutError(f"llama.cpp cannot apply adapter `{name}`", code="runtime.failed")
         self._adapter = name
 

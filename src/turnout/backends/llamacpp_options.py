@@ -71,6 +71,16 @@ class ExecutorOptions:
         return self
 
     @property
+    def same_bits(self) -> bool:
+        """Whether a sequence's logits are the same bits whatever else is computed with it.
+
+        Measured for quantized weights (Q4_0, Q4_1, Q5_0, Q8_0) on the CPU. For f16 llama.cpp has attention
+        kernels for one row and for tiles of rows; in a unified buffer a sequence's cells lie in the order
+        in which cells were free, and attention adds in that order.
+        """
+        return not self.unified and self.cache_type in ("bf16", "q8_0") and self.flash != "off"
+
+    @property
     def thread_counts(self) -> tuple[int, int]:
         """Threads for one token and for more."""
         single = self.threads or len(os.sched_getaffinity(0))

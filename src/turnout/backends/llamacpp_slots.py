@@ -55,6 +55,8 @@ class Slots:
             notes.append("sliding layers keep only their window: older prefixes can neither be shared nor cut to")
         if not self._options.unified:
             notes.append("every sequence has a buffer of its own: a shared prefix is copied")
+        if not self._options.same_bits:
+            notes.append("what else is in a step changes last bits; `unified=off` and `cache_type=bf16` avoid it")
         return tuple(notes)
 
     # ---- around a step -------------------------------------------------------------------
