@@ -1,4 +1,5 @@
-"""A tiny random Llama of Transformers written out as ONNX decoder graphs, in the forms that exporters make.
+"""A Llama of Transformers (a tiny random one, or any other) written out as ONNX decoder graphs, in the forms that
+exporters make.
 
 The weights and the rotary tables are the Transformers model's own, so its logits and its ``generate`` are
 the reference. Forms: ``concat`` (past joined with what is new, mask and positions as inputs: optimum),
@@ -16,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.shapes import graphs
 
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, SIZE, PLACES = 96, 32, 2, 4, 2, 16, 128
+MOST_PLACES = 512  # of the rotary tables
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 node, port = helper.make_node, helper.make_tensor_value_info
 
@@ -65,6 +67,7 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
 class Writer:
     """Collects nodes and weights; every method returns the name of a value."""
 
+    config: Any
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -83,9 +86,21 @@ class Writer:
         self.weights[name] = np.ascontiguousarray(tensor.detach().numpy().astype(np.float32))
         return name
 
+    @property
+    def heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def size(self) -> int:
+        return int(self.config.head_dim)
+
     def norm(self, x: str, name: str, tensor: Any) -> str:
         mean = self.op("ReduceMean", self.op("Mul", x, x), self.const([-1]), keepdims=1)
-        root = self.op("Sqrt", self.op("Add", mean, self.const(1e-6, np.float32)))
+        root = self.op("Sqrt", self.op("Add", mean, self.const(self.config.rms_norm_eps, np.float32)))
         return self.op("Mul", self.op("Div", x, root), self.weight(name, tensor))
 
     def linear(self, x: str, name: str, module: Any) -> str:
@@ -94,13 +109,14 @@ class Writer:
 
 def _tables(model: Any) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines [places, size / 2]."""
-    angles = np.arange(PLACES)[:, None] * model.model.rotary_emb.inv_freq.numpy()[None].astype(np.float64)
+    places = np.arange(min(model.config.max_position_embeddings, MOST_PLACES))[:, None]
+    angles = places * model.model.rotary_emb.inv_freq.numpy()[None].astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def _heads(w: Writer, x: str, count: int) -> str:
     """[batch, new, count * size] to [batch, count, new, size]."""
-    return w.op("Transpose", w.op("Reshape", x, w.const([0, 0, count, SIZE])), perm=[0, 2, 1, 3])
+    return w.op("Transpose", w.op("Reshape", x, w.const([0, 0, count, w.size])), perm=[0, 2, 1, 3])
 
 
 def _rotated(w: Writer, x: str) -> str:
@@ -114,13 +130,13 @@ def _attend(w: Writer, query: str, key: str, value: str) -> str:
     """Softmax attention; groups of query heads share a key; ``visible`` [batch, 1, new, total] is 0 or -inf."""
     repeat = []
     for x in (key, value):
-        five = w.op("Concat", *([w.op("Unsqueeze", x, w.const([2]))] * (HEADS // KV_HEADS)), axis=2)
-        shape = w.op("Concat", w.const([0, HEADS]), w.op("Shape", x, start=2), axis=0)
+        five = w.op("Concat", *([w.op("Unsqueeze", x, w.const([2]))] * (w.heads // w.kv_heads)), axis=2)
+        shape = w.op("Concat", w.const([0, w.heads]), w.op("Shape", x, start=2), axis=0)
         repeat.append(w.op("Reshape", five, shape))
     scores = w.op("MatMul", query, w.op("Transpose", repeat[0], perm=[0, 1, 3, 2]))
-    scores = w.op("Add", w.op("Mul", scores, w.const(SIZE**-0.5, np.float32)), "visible")
+    scores = w.op("Add", w.op("Mul", scores, w.const(w.size**-0.5, np.float32)), "visible")
     mixed = w.op("MatMul", w.op("Softmax", scores, axis=-1), repeat[1])
-    return w.op("Reshape", w.op("Transpose", mixed, perm=[0, 2, 1, 3]), w.const([0, 0, HEADS * SIZE]))
+    return w.op("Reshape", w.op("Transpose", mixed, perm=[0, 2, 1, 3]), w.const([0, 0, w.heads * w.size]))
 
 
 def _visibility(w: Writer, past: str | None) -> None:
@@ -135,13 +151,13 @@ def _visibility(w: Writer, past: str | None) -> None:
     w.op("Mul", hidden, w.const(-1e9, np.float32), out="visible")
 
 
-def _ports(form: str, ids: int, half: bool, names: tuple[str, str], new: Any) -> tuple[list[Any], list[Any]]:
+def _ports(w: Writer, form: str, ids: int, half: bool, names: tuple[str, str], new: Any) -> tuple[list[Any], list[Any]]:
     inputs = [port("input_ids", ids, ["batch", new]), port("attention_mask", ids, ["batch", "total"])]
     inputs += [port("position_ids", ids, ["batch", new])] if form != "gqa" else []
-    outputs = [port("logits", FLOAT, ["batch", "new", VOCAB])]
-    for layer in range(LAYERS if form != "plain" else 0):
+    outputs = [port("logits", FLOAT, ["batch", "new", w.config.vocab_size])]
+    for layer in range(w.config.num_hidden_layers if form != "plain" else 0):
         for part in ("key", "value") if form != "stacked" else ("",):
-            shape = [*([2] if form == "stacked" else []), "batch", KV_HEADS, "{}", SIZE]
+            shape = [*([2] if form == "stacked" else []), "batch", w.kv_heads, "{}", w.size]
             kind = HALF if half else FLOAT
             for ports, name, axis in ((inputs, names[0], "past"), (outputs, names[1], "all")):
                 ports.append(port(name.format(layer=layer, part=part), kind, [axis if d == "{}" else d for d in shape]))
@@ -163,8 +179,8 @@ def write(
     """The graph at ``path``. ``ids`` is the integers' type, ``half`` keeps the past in float16, ``last`` gives
     the logits of the last token alone, ``keep`` those of as many as the input `num_logits_to_keep` says, ``new``
     is the number of tokens a call takes, ``names`` are the patterns of past and present."""
-    w = Writer()
-    inputs, outputs = _ports(form, ids, half, names, new)
+    w = Writer(model.config)
+    inputs, outputs = _ports(w, form, ids, half, names, new)
     cosines, sines = _tables(model)
     x = w.op("Gather", w.weight("embedding", model.model.embed_tokens.weight), "input_ids")
     if form == "gqa":
@@ -227,11 +243,11 @@ def _layer(w: Writer, x: str, layer: Any, index: int, form: str, half: bool, nam
     if form == "gqa":
         mixed = f"mixed{index}"
         inputs = [query, key, value, *past, "seqlens_k", "total_length", "cosines", "sines"]
-        more = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "do_rotary": 1}
+        more = {"num_heads": w.heads, "kv_num_heads": w.kv_heads, "do_rotary": 1}
         w.nodes.append(node("GroupQueryAttention", inputs, [mixed, *present], domain="com.microsoft", **more))
     else:
-        query = _rotated(w, _heads(w, query, HEADS))
-        states = [_rotated(w, _heads(w, key, KV_HEADS)), _heads(w, value, KV_HEADS)]
+        query = _rotated(w, _heads(w, query, w.heads))
+        states = [_rotated(w, _heads(w, key, w.kv_heads)), _heads(w, value, w.kv_heads)]
         if form == "concat":
             states = _grown(w, states, past, present, half)
         elif form == "stacked":

@@ -25,8 +25,10 @@ class LlamaCppVocabulary:
         self._api, self._model, self._owned = model.api, model, owned
         self.size: int = self._api.llama_vocab_n_tokens(self._address)
         start = self._api.llama_vocab_bos(self._address)
-        self.bos_id: int | None = start if start >= 0 else None
+        # Where the file names none, llama.cpp still answers an id, which is then some word's.
+        self.bos_id: int | None = start if 0 <= start < self.size and self.is_special(start) else None
         self._pieces: dict[int, bytes] = {}
+        self._spelled: dict[int, bytes] = {}  # with special tokens written out
 
     @classmethod
     def of_file(cls, path: str, api: Api | None = None) -> LlamaCppVocabulary:
@@ -56,33 +58,47 @@ class LlamaCppVocabulary:
             room = -count
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of ids. Raises ``InputError`` for an id outside the vocabulary."""
-        for token in ids:
-            self._known(token)
-        tokens = (ctypes.c_int32 * len(ids))(*ids)
-        room = 16 + 8 * len(ids)
-        while True:
-            text = ctypes.create_string_buffer(room)
-            count = self._api.llama_detokenize(self._address, tokens, len(ids), text, room, False, not skip_special)
-            if count >= 0:
-                return text.raw[:count].decode("utf-8", "replace")
-            room = -count
+        """Text of ids. Raises ``InputError`` for an id outside the vocabulary.
+
+        Token by token: of some vocabularies ``llama_detokenize`` takes away the spaces before punctuation,
+        which breaks code and JSON, and what was streamed already.
+        """
+        kept = self._pieces if skip_special else self._spelled
+        data = b"".join(kept[token] if token in kept else self._read(token, not skip_special) for token in ids)
+        if self._strips and data[:1] == b" ":
+            data = data[1:]
+        return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token adds to a text; empty for a special token."""
-        if (found := self._pieces.get(token)) is None:
-            self._known(token)
-            found = self._pieces[token] = self._piece(token)
+        found = self._pieces.get(token)
+        return self._read(token, False) if found is None else found
+
+    def _read(self, token: int, special: bool) -> bytes:
+        self._known(token)
+        found = (self._spelled if special else self._pieces)[token] = self._piece(token, special)
         return found
 
-    def _piece(self, token: int) -> bytes:
+    def _piece(self, token: int, special: bool) -> bytes:
         room = _PIECE
         while True:
             text = ctypes.create_string_buffer(room)
-            count = self._api.llama_token_to_piece(self._address, token, text, room, 0, False)
+            count = self._api.llama_token_to_piece(self._address, token, text, room, 0, special)
             if count >= 0:
                 return text.raw[:count]
             room = -count
+
+    @cached_property
+    def _strips(self) -> bool:
+        """Whether the space of a text's first word is the tokenizer's, not the text's (SentencePiece); asked of
+        llama.cpp with such a word."""
+        for token in range(self.size):
+            if self.token_bytes(token)[:1] == b" " and len(self.token_bytes(token)) > 1:
+                ids, text = (ctypes.c_int32 * 1)(token), ctypes.create_string_buffer(_PIECE)
+                count = self._api.llama_detokenize(self._address, ids, 1, text, _PIECE, False, False)
+                if count > 0:
+                    return text.raw[:1] != b" "
+        return False
 
     def is_special(self, token: int) -> bool:
         """Whether a token is a control token (or the unknown one) rather than text."""
