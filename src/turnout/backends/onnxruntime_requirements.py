@@ -64,16 +64,6 @@ def requirements_of(case: Case) -> list[Requirement]:
                 expected=main_dtype(case.artifact),
             )
         )
-    if case.options.get("quantize"):
-        found.append(
-            unmet(
-                Kind.OPTION,
-                "option.unsupported",
-                "a graph's weights stay as they are stored",
-                observed=f"quantize={case.options['quantize']}",
-                expected="a directory of weights",
-            )
-        )
     if case.artifact.kind is ArtifactKind.ONNX_SEQ2SEQ and len(graph_files(case.artifact)) < 2:
         found.append(
             unmet(

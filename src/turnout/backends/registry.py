@@ -13,6 +13,7 @@ from turnout.errors import UsageError
 GROUP = "turnout.backends"
 BUILT_IN = {
     "transformers": "turnout.backends.transformers:TransformersBackend",
+    "torch-native": "turnout.backends.torch_native:TorchNativeBackend",
     "llamacpp": "turnout.backends.llamacpp:LlamaCppBackend",
     "onnxruntime": "turnout.backends.onnxruntime:OnnxRuntimeBackend",
     "onnxruntime-genai": "turnout.backends.onnxruntime_genai:OnnxRuntimeGenAIBackend",

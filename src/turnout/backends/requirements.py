@@ -73,7 +73,7 @@ def common(
     found += _task(backend, case)
     found += _parts(case)
     found += _trust(case)
-    found += _options(case)
+    found += _options(backend, case)
     return found
 
 
@@ -458,7 +458,7 @@ def truthy(value: Any) -> bool:
 COUNTS = ("context", "history", "max_length")
 
 
-def _options(case: Case) -> list[Requirement]:
+def _options(backend: Backend, case: Case) -> list[Requirement]:
     strange = [name for name in case.options if name not in OPTIONS]
     found = [
         unmet(
@@ -476,4 +476,17 @@ def _options(case: Case) -> list[Requirement]:
             message = f"`{name}={observed}` counts nothing"
             expected = "a whole number of at least 1"
             found.append(unmet(Kind.OPTION, "option.unsupported", message, observed=observed, expected=expected))
+    scheme = case.options.get("quantize")
+    able = sorted(getattr(backend, "quantizes", ()))  # schemes it can convert weights to while loading
+    if scheme is not None and scheme not in able:
+        known = f"{backend.name} converts to {', '.join(able)}" if able else f"{backend.name} loads weights as stored"
+        found.append(
+            unmet(
+                Kind.OPTION,
+                "option.unsupported",
+                f"no weights are converted to `{scheme}`: {known}",
+                observed=f"quantize={scheme}",
+                expected=", ".join(able),
+            )
+        )
     return found or [met("options", Kind.OPTION)]

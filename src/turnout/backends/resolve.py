@@ -34,6 +34,7 @@ PRIOR = (
     "onnxruntime",
     "tabular",
     "sentence-transformers",
+    "torch-native",
     "transformers",
     "diffusers",
 )

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from turnout.backends import transformers_models as models
 from turnout.backends.base import BackendBuild, Case, Evidence, Kind, LoadPlan, Requirement, met, unmet
 from turnout.backends.requirements import truthy
 from turnout.backends.torch_native_executor import TorchExecutor, TorchOptions, context_of
+from turnout.backends.torch_native_probe import static_reasons
 from turnout.backends.transformers import TransformersBackend
 from turnout.engine.executor import Executor, Vocabulary
+from turnout.engine.session import EngineSession
 from turnout.errors import LoadError, NotSupportedError, TurnoutError, UsageError
 from turnout.package.facts import ArtifactKind
+from turnout.quantize.int8 import quantize_linears
 from turnout.types import count_of
 
+ALONE = 4  # slots of a session that is asked one request at a time: a running one and a few kept prefixes
+COMPUTED = "float32"  # type between quantised layers
+Prepare = Callable[[Any], Any]
 COUNTS = ("slots", "cache_tokens", "context", "threads", "step_tokens")
 
 
@@ -29,6 +35,7 @@ class TorchNativeBackend:
     """Transformers directories and GGUF files expanded to floats, for tasks that generate text."""
 
     name = "torch-native"
+    quantizes = frozenset({"q8", "auto"})
     reads = frozenset({ArtifactKind.TRANSFORMERS, ArtifactKind.GGUF})
     tasks = models.GENERATING
 
@@ -64,28 +71,40 @@ class TorchNativeBackend:
         """Binds every tensor by name and shape on the meta device; no weight is read."""
         return self._library.dry_load(plan)
 
-    def load(self, plan: LoadPlan) -> Any:
-        """Refused until the engine's session is wired to it."""
-        raise NotSupportedError("`torch-native` runs under the generation engine only", code="task.not_offered")
+    def load(self, plan: LoadPlan) -> EngineSession:
+        """One request at a time through the generation engine. Raises ``LoadError``."""
+        from turnout.engine.core import Engine
 
-    def probe(self, session: Any) -> Evidence:
-        """As ``load``."""
-        raise NotSupportedError("`torch-native` runs under the generation engine only", code="task.not_offered")
+        executor: Any = self.executor(plan, {"slots": ALONE})
+        try:
+            engine = Engine(executor, self.vocabulary(plan))
+            return EngineSession(plan, engine, executor.binding, plan.dtype)
+        except BaseException:
+            executor.close()
+            raise
+
+    def probe(self, session: EngineSession) -> Evidence:
+        """Sixteen greedy tokens whose probabilities are numbers."""
+        from turnout.engine.probe import probe
+
+        return probe(session)
 
     # ---- for the engine --------------------------------------------------------------------
 
     def executor(
-        self, plan: LoadPlan, options: TorchOptions | None = None, prepare: Callable[[Any], Any] | None = None
+        self, plan: LoadPlan, options: TorchOptions | Mapping[str, Any] | None = None, prepare: Prepare | None = None
     ) -> Executor:
         """The plan's model, loaded, behind the executor protocol; its ``binding`` says where every tensor
-        came from. ``prepare`` may replace parts of the model before it is used (quantised linears).
+        came from. ``options`` may also be a mapping of ``ExecutorOptions``. ``prepare`` may replace parts of the
+        model before it is used; the case's option ``quantize`` does so.
 
         Raises ``LoadError`` and keeps nothing when a tensor has no file, another shape, or no place in
         the model.
         """
         from turnout.backends.transformers_sessions import use_all_cores
 
-        options = options_of(plan.case) if options is None else options
+        if not isinstance(options, TorchOptions):
+            options = options_of(plan.case, options or {})
         models.environment()
         if not options.threads:
             use_all_cores()
@@ -119,13 +138,22 @@ class TorchNativeBackend:
         return named_ends(fast, plan.case.artifact)
 
 
-def _loaded(plan: LoadPlan, options: TorchOptions, prepare: Callable[[Any], Any] | None) -> Any:
+def _loaded(plan: LoadPlan, options: TorchOptions, prepare: Prepare | None) -> Any:
+    scheme = plan.case.options.get("quantize")
     binding = bind(plan)
     reasons = binding.reasons(plan.case.artifact.entry, truthy(plan.case.options.get("allow_unexpected")))
     if reasons:
         raise LoadError(reasons[0].message, code=reasons[0].code)
     report = binding.report()
-    executor = executor_for(binding.model if prepare is None else prepare(binding.model), options)
+    model = binding.model if prepare is None else prepare(binding.model)
+    del binding
+    if scheme and not options.kv_dtype and static_reasons(model.config, type(model)) == []:
+        options = dataclasses.replace(options, kv_dtype="bfloat16")  # half the bytes to read in every step
+    executor = executor_for(model, options)
+    if scheme:  # after the executor's own check, which compares the float model with the library's attention
+        held = quantize_linears(model, models.torch_dtype(COMPUTED))
+        executor.capabilities = dataclasses.replace(executor.capabilities, weights_bytes=held)
+        plan.dtype = f"int8 weights and activations, {COMPUTED}"
     executor.binding = report
     return executor
 
@@ -148,15 +176,19 @@ def executor_for(model: Any, options: TorchOptions) -> Any:
     return executor
 
 
-def options_of(case: Case) -> TorchOptions:
-    """The case's options for an executor. Raises ``UsageError`` for a value that counts nothing."""
+def options_of(case: Case, more: Mapping[str, Any] = {}) -> TorchOptions:
+    """The case's options for an executor, and ``more`` of them by the names of ``ExecutorOptions``.
+
+    Raises ``UsageError`` for a value that counts nothing.
+    """
+    asked = {**case.options, **{name: value for name, value in more.items() if value is not None}}
     given: dict[str, Any] = {}
     for name in COUNTS:
-        if name in case.options:
-            given[name] = count_of(case.options[name])
+        if name in asked:
+            given[name] = count_of(asked[name])
             if given[name] is None:
-                raise UsageError(f"`{name}={case.options[name]}` is no number", hints=["a whole number from 1 on"])
-    return TorchOptions(**given, kv_dtype=str(case.options.get("kv_dtype") or ""))
+                raise UsageError(f"`{name}={asked[name]}` is no number", hints=["a whole number from 1 on"])
+    return TorchOptions(**given, kv_dtype=str(asked.get("kv_dtype") or ""))
 
 
 def bind(plan: LoadPlan) -> models.Binding:

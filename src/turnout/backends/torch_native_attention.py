@@ -187,12 +187,15 @@ class Run:
             raise TurnoutError(f"`{type(module).__name__}` builds a mask of its own", code="architecture.unsupported")
         index = self.calls
         self.calls += 1
+        given = query.dtype
+        if self.cache.compute is not None:
+            query, key, value = (part.to(self.cache.compute) for part in (query, key, value))
         plan = self.layers[index]
         rows = self.cache.layer(index if plan.source is None else plan.source, key, value)
         if plan.source is None:
             self._append(rows[0], key[0])
             self._append(rows[1], value[0])
-        return attend(
+        output = attend(
             self.layout.pieces(plan.span),
             (query, key, value),
             rows,
@@ -201,6 +204,7 @@ class Run:
             extra.get("s_aux"),
             exact=not self.cache.quantized,
         )
+        return output.to(given)
 
     def _append(self, rows: Any, fresh: Any) -> None:
         layout = self.layout

@@ -167,6 +167,7 @@ class SlotCache:
     def __init__(self, slots: int, context: int, quantized: bool = False) -> None:
         self.slots = slots
         self.context = context
+        self.compute: Any = None  # type that attention computes and keeps in; None: the model's own
         self.budget = slots * context
         self.lengths = [0] * slots
         self.touched = [0] * slots

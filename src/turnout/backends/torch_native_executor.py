@@ -28,6 +28,7 @@ from turnout.errors import NotSupportedError, TurnoutError, UsageError
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 4096  # where neither the configuration nor the caller states one
 CACHE_SHARE = 0.5  # of free memory, where the caller states no number of tokens
+FLOATS = ("bfloat16", "float16", "float32")
 PROBED = 4  # tokens of each sequence of the check at load
 
 
@@ -36,7 +37,7 @@ class TorchOptions:
     """How a torch executor is made. 0 means: as the model, the machine or the default says.
 
     ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one. ``kv_dtype`` is "" for
-    the model's own type or "int8". ``threads`` 0 takes PyTorch's number as the most and fewer
+    the model's own type, a type of ``FLOATS`` (attention then also computes in it), or "int8". ``threads`` 0 takes PyTorch's number as the most and fewer
     while other processes hold the cores; another number is kept. ``check`` compares
     the model's logits at load with its eager attention (a few small passes).
     """
@@ -62,8 +63,9 @@ class TorchExecutor:
         reasons = probe.static_reasons(model.config, type(model))
         if reasons:
             raise NotSupportedError("; ".join(reasons), code="architecture.unsupported")
-        if options.kv_dtype not in ("", "int8"):
-            raise UsageError(f"`{options.kv_dtype}` is not a type of the cache", hints=["leave it out, or int8"])
+        if options.kv_dtype not in ("", "int8", *FLOATS):
+            known = ", ".join(("int8", *FLOATS))
+            raise UsageError(f"`{options.kv_dtype}` is not a type of the cache", hints=[f"leave it out, or {known}"])
         self._steps = _steps(options.threads)
         context, notes = context_of(model.config, options.context)
         register()
@@ -79,6 +81,8 @@ class TorchExecutor:
             raise
         quantized = options.kv_dtype == "int8"
         self._cache = SlotCache(options.slots, context, quantized)
+        if options.kv_dtype in FLOATS:
+            self._cache.compute = models.torch_dtype(options.kv_dtype)
         tokens = options.cache_tokens or _affordable(token_bytes, self._device)
         self._cache.budget = min(tokens, options.slots * context)
         self._cell = max(1, token_bytes // max(1, len(self._layers)))
