@@ -28,8 +28,7 @@ from turnout.backends.llamacpp_vocabulary import LlamaCppVocabulary
 from turnout.backends.onnxruntime import OnnxRuntimeBackend
 from turnout.backends.openvino_genai import OpenVINOGenAIBackend
 from turnout.backends.torch_native import TorchNativeBackend
-from turnout.backends.torch_native_executor import TorchOptions
-from turnout.engine.executor import Executor, ExecutorOptions, Vocabulary
+from turnout.engine.executor import Executor, Vocabulary
 from turnout.package.inspect import inspect
 from turnout.package.store import resolve
 from turnout.types import Task
@@ -240,12 +239,13 @@ def case_of(path: Path, **options: Any) -> Case:
 
 
 def opened(name: str, forms: Forms, slots: int = 4, context: int = 256, cache_tokens: int = 1024) -> Executor:
-    """An executor of one thread over the weights, everything in float32."""
+    """An executor of one thread over the weights, everything in float32; opened as a worker opens it, by the names of
+    ``ExecutorOptions``."""
     counts = {"slots": slots, "context": context, "cache_tokens": cache_tokens, "threads": 1}
     if name == "torch":
         torch_native = TorchNativeBackend()
         plan = torch_native.plan(case_of(forms.folder, dtype="float32"))
-        return torch_native.executor(plan, TorchOptions(**counts, dtype="float32"))
+        return torch_native.executor(plan, counts)
     if name == "llama.cpp":
         llamacpp = LlamaCppBackend()
         return llamacpp.executor(llamacpp.plan(case_of(forms.gguf)), {**counts, **EXACT})
@@ -253,7 +253,7 @@ def opened(name: str, forms: Forms, slots: int = 4, context: int = 256, cache_to
         case = case_of(forms.folder)
         return OpenVINOGenAIBackend().executor(LoadPlan(case, "openvino-genai", dtype="float32"), counts)
     runtime = OnnxRuntimeBackend()
-    return runtime.executor(runtime.plan(case_of(forms.onnx)), ExecutorOptions(**counts))
+    return runtime.executor(runtime.plan(case_of(forms.onnx)), counts)
 
 
 def vocabulary(name: str, forms: Forms) -> Vocabulary:

@@ -300,7 +300,7 @@ def test_smollm2_in_four_bits_is_near(trained: dict[str, Any]) -> None:
     nats = divergence(trained["logits"], logits)
     agreement = float((logits.argmax(-1) == trained["logits"].argmax(-1)).mean())
     print(f"llama.cpp, Q4_1: KL mean {nats.mean():.1e}, largest {nats.max():.1e}, top-1 {agreement:.3f}")
-    assert nats.mean() < 5e-3 and agreement > 0.9
+    assert nats.mean() < 2e-2 and agreement > 0.9
 
 
 # ---- sampling parameters -----------------------------------------------------------------------

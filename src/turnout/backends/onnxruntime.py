@@ -7,7 +7,7 @@ and whether it has a kernel for every node of the graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -244,7 +244,7 @@ class OnnxRuntimeBackend:
         plan.recipe = getattr(adapter, "recipe", "") or plan.recipe
         return OnnxSession(plan, plan.dtype, graphs, adapter, BindingReport(loaded=len(case.artifact.tensors.tensors)))
 
-    def executor(self, plan: LoadPlan, options: ExecutorOptions | None = None) -> OnnxExecutor:
+    def executor(self, plan: LoadPlan, options: ExecutorOptions | Mapping[str, Any] | None = None) -> OnnxExecutor:
         """A decoder graph for the generation engine. Raises as ``open_executor`` does."""
         from turnout.backends.onnxruntime_executor import open_executor  # brings numpy; listing backends needs none
 

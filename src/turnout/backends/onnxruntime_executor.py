@@ -8,7 +8,7 @@ sequence again for every token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,13 +290,15 @@ def _notes(graph: DecoderGraph, batches: bool, context: int) -> list[str]:
 # ---- from a plan ---------------------------------------------------------------------------------
 
 
-def open_executor(plan: LoadPlan, options: ExecutorOptions | None = None) -> OnnxExecutor:
-    """The executor over a case's decoder graph (also that of an onnxruntime-genai directory).
+def open_executor(plan: LoadPlan, options: ExecutorOptions | Mapping[str, Any] | None = None) -> OnnxExecutor:
+    """The executor over a case's decoder graph (also that of an onnxruntime-genai directory). ``options`` may be
+    a mapping of ``ExecutorOptions``, which is what a worker hands on.
 
     Raises ``LoadError`` for a graph that the runtime refuses, ``NotSupportedError`` for another device than the
     CPU, ``UsageError`` (``option.unsupported``) for what a stored graph cannot do.
     """
-    case, asked = plan.case, options or ExecutorOptions()
+    case = plan.case
+    asked = options if isinstance(options, ExecutorOptions) else ExecutorOptions(**(options or {}))
     if case.device != "cpu":
         raise NotSupportedError(
             f"the ONNX Runtime executor keeps its states on the CPU, the case asks for `{case.device}`",
