@@ -37,9 +37,9 @@ class TorchOptions:
     """How a torch executor is made. 0 means: as the model, the machine or the default says.
 
     ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one. ``kv_dtype`` is "" for
-    the model's own type, a type of ``FLOATS`` (attention then also computes in it), or "int8". ``threads`` 0 takes PyTorch's number as the most and fewer
-    while other processes hold the cores; another number is kept. ``check`` compares
-    the model's logits at load with its eager attention (a few small passes).
+    the model's own type, a type of ``FLOATS`` (attention then also computes in it), or "int8". ``threads`` 0
+    takes PyTorch's number as the most and fewer while other processes hold the cores; another number is kept.
+    ``check`` compares the model's logits at load with its eager attention (a few small passes).
     """
 
     slots: int = 16

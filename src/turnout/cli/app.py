@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from turnout.cli import backends, check, doctor, inspect, listing, printer, pull, rm, run
+from turnout.cli import backends, bench, check, doctor, inspect, listing, printer, pull, rm, run
 from turnout.errors import UsageError
 
 # Plain help: the markup renderer alone would cost half the time that `--help` may take.
@@ -24,6 +24,7 @@ for _command in (
     inspect.inspect,
     check.check,
     run.run,
+    bench.bench,
     backends.backends,
     doctor.doctor,
     listing.list_models,

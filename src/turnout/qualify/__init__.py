@@ -1,0 +1,1 @@
+"""Suites that measure a loaded case: speed and numerical quality."""
