@@ -87,6 +87,7 @@ BUILDS_ON = {
     "sentence_transformers": {"transformers"},
     "diffusers": {"transformers"},
     "torch_native": {"transformers"},
+    "openvino_native": {"openvino"},
     "openvino_genai": {"openvino"},
 }
 MAX_FILE, MAX_FUNCTION = 500, 80

@@ -19,6 +19,7 @@ BUILT_IN = {
     "onnxruntime-genai": "turnout.backends.onnxruntime_genai:OnnxRuntimeGenAIBackend",
     "openvino": "turnout.backends.openvino:OpenVINOBackend",
     "openvino-genai": "turnout.backends.openvino_genai:OpenVINOGenAIBackend",
+    "openvino-native": "turnout.backends.openvino_native:OpenVINONativeBackend",
     "sentence-transformers": "turnout.backends.sentence_transformers:SentenceTransformersBackend",
     "diffusers": "turnout.backends.diffusers:DiffusersBackend",
     "ctranslate2": "turnout.backends.ctranslate2:CTranslate2Backend",

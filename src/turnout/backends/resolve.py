@@ -35,6 +35,7 @@ PRIOR = (
     "tabular",
     "sentence-transformers",
     "torch-native",
+    "openvino-native",
     "transformers",
     "diffusers",
 )
