@@ -17,6 +17,7 @@ SHOW = 2>&1 | tee $(PIP_LOG) | awk '/Downloading .*[MG]B\)/ { sub(/-(cp|py)[0-9]
 WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart 0 -q
 # A small model in 4 bits is a coin's edge away from another first word; one sentence is what it does best.
 ASK := turnout run smollm2 "What is the capital of France?" --system "Answer in one short sentence."
@@ -28,7 +29,7 @@ help:
 	@echo "make demo   set up, inspect and judge SmolLM2-135M-Instruct, ask it a question"
 	@echo "make test   set up everything, then check and run the tests"
 	@echo "make check  ruff and mypy"
-	@echo "make bench  time the commands that must be quick"
+	@echo "make bench  time the commands that must be quick, and generation beside its peers (an hour)"
 
 $(STAMPS)/venv:
 	@echo "==> virtual environment $(VENV) ($(PYTHON))"
@@ -83,8 +84,9 @@ test: $(STAMPS)/test $(STAMPS)/models check
 	@$(TEST_ENV) $(PYTEST) tests/backends $(PYTEST_ARGS)
 	@$(TEST_ENV) $(PYTEST) tests --ignore tests/backends $(PYTEST_ARGS)
 
-bench: $(STAMPS)/check
+bench: $(STAMPS)/test
 	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
