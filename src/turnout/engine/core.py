@@ -8,13 +8,14 @@ that was accepted gets a last event.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from turnout.engine.executor import Executor, Vocabulary
-from turnout.engine.grammar import Matcher
+from turnout.engine.core_drafts import propose, rows_of
+from turnout.engine.executor import Capabilities, Executor, Vocabulary
 from turnout.engine.intake import Intake
 from turnout.engine.job import Job, Live, Prepared, Stats, best_events
 from turnout.engine.kv_cache import BlockHashes, KvCache, hash_seed
@@ -36,6 +37,7 @@ class EngineConfig:
     """How the engine works. Zero and None mean: what the executor offers."""
 
     chunk_tokens: int | None = None  # prompt tokens of one sequence in a step
+    mixed_tokens: int | None = None  # prompt tokens of all sequences in a step in which others decode
     step_tokens: int | None = None
     max_running: int | None = None
     max_waiting: int = 4096  # sequences; more are refused as overload
@@ -62,25 +64,26 @@ class Engine:
         self.config = config or EngineConfig()
         capabilities = executor.capabilities
         shares = self.config.prefix_cache and capabilities.shares_prefix
-        self.cache = KvCache(
-            executor, capabilities.slots, capabilities.cache_tokens, capabilities.block_size, shares=shares
-        )
+        block, tokens = _counted(capabilities)
+        self.cache = KvCache(executor, capabilities.slots, tokens, block, shares=shares)
         self.scheduler = Scheduler(
             capabilities,
             self.cache,
             chunk_tokens=self.config.chunk_tokens,
             step_tokens=self.config.step_tokens,
             max_running=self.config.max_running,
+            mixed_tokens=self.config.mixed_tokens,
         )
         self.sampler = Sampler(capabilities.vocab_size)
         self.proposer = proposer
         self.stats = Stats()
-        limit = min(capabilities.context, self.cache.total_blocks * self.cache.block_size)
-        self._intake = Intake(capabilities, vocabulary, limit, watermarks)
+        self.limit = min(capabilities.context, self.cache.total_blocks * self.cache.block_size)
+        self._intake = Intake(capabilities, vocabulary, self.limit, watermarks)
         self._adapters = dict.fromkeys(adapters, 0)  # name to the number of its loading
         self._loadings = 0
         self._jobs: dict[str, Job] = {}
         self._lives: dict[str, Live] = {}
+        self._timed: dict[str, Job] = {}  # jobs with a deadline
         self._events: list[Event] = []
         self._cancelled: set[str] = set()
 
@@ -91,26 +94,27 @@ class Engine:
         out; safe to call from another thread."""
         return self._intake.prepare(request, self._adapters)
 
-    def add(self, request: GenerationRequest | Prepared) -> None:
+    def add(self, request: GenerationRequest | Prepared, *, bounded: bool = True) -> None:
         """Accepts a request; its events come from ``step``. Raises ``OverloadedError`` when the queue is
-        full, ``InputError`` for a bad request or an id in use."""
+        full (``bounded`` False: the caller has counted), ``InputError`` for a bad request or an id in use."""
         prepared = request if isinstance(request, Prepared) else self.prepare(request)
         asked = prepared.request
         if asked.id in self._jobs:
             raise InputError(f"a request `{asked.id}` is running already")
+        self._intake.check_adapter(asked, self._adapters)  # it may have been unloaded since
         waiting = len(self.scheduler.waiting)
-        if waiting + len(prepared.seeds) > self.config.max_waiting:
+        if bounded and waiting + len(prepared.seeds) > self.config.max_waiting:
             raise OverloadedError(f"{waiting} sequences are waiting, the queue takes {self.config.max_waiting}")
         job = Job(prepared)
         job.usage.prompt = len(asked.prompt)
-        self._jobs[asked.id] = job
         for index, seed in enumerate(prepared.seeds):
             job.lives.append(self._live(job, index, seed))
         job.open = len(job.lives)
+        self._jobs[asked.id] = job
+        if asked.deadline is not None:
+            self._timed[asked.id] = job
         if asked.sampling.max_tokens == 0 and asked.sampling.prompt_logprobs is None:
-            for live in list(job.lives):
-                live.output.end(Finish.LENGTH)
-                self._close(live)
+            self._end_job(job, Finish.LENGTH)
             return
         for live in job.lives:
             self._lives[live.sequence.id] = live
@@ -127,7 +131,7 @@ class Engine:
             list(request.prompt),
             len(request.prompt),
             min(prepared.limit, len(request.prompt) + max(1, sampling.max_tokens)),
-            BlockHashes(chain, capabilities.block_size),
+            BlockHashes(chain, self.cache.block_size),
             priority=request.priority,
             adapter=request.adapter,
             prompt_logits=sampling.prompt_logprobs is not None and index == 0,
@@ -210,104 +214,92 @@ class Engine:
             if id in self._jobs:
                 self._end_job(self._jobs[id], Finish.CANCELLED)
         self._cancelled.clear()
-        for job in [j for j in self._jobs.values() if j.request.deadline is not None and now >= j.request.deadline]:
+        for job in [j for j in self._timed.values() if now >= (j.request.deadline or 0.0)]:
             self._end_job(job, Finish.DEADLINE)
 
     def _propose(self) -> None:
-        """Drafts for the sequences that decode: what a grammar forces, else what the proposer says."""
-        asked: list[tuple[Live, int]] = []
+        able = self.executor.capabilities.rolls_back
+        lives = []
         for sequence in self.scheduler.running:
             sequence.drafts = []
             live = self._lives[sequence.id]
-            if not sequence.decoding or not live.job.request.speculate or not self.executor.capabilities.rolls_back:
-                continue
-            room = min(self.config.draft_tokens, sequence.max_length - len(sequence.tokens) - 1)
-            if room > 0 and live.matcher is not None and (forced := live.matcher.forced()):
-                sequence.drafts = forced[:room]
-            elif room > 0 and self.proposer is not None:
-                asked.append((live, room))
-        if self.proposer is None or not asked:
-            return
-        drafts = self.proposer.propose_many(
-            [(live.sequence.id, live.sequence.tokens, room, live.state) for live, room in asked]
-        )
-        for (live, _room), proposed in zip(asked, drafts, strict=True):
-            live.sequence.drafts = _fitting(proposed, live.matcher)
+            able_here = self.proposer is not None or live.matcher is not None
+            if able and able_here and sequence.decoding and live.job.request.speculate:
+                lives.append(live)
+        if lives:
+            propose(lives, self.proposer, self.config.draft_tokens, self.executor.capabilities.vocab_size)
 
     def _compute(self, plan: Plan) -> None:
-        try:
-            for sequence in plan.sequences:
-                encoder = self._lives[sequence.id].job.request.encoder
-                if encoder is not None and not sequence.encoded:
-                    self.executor.encode(sequence.slot, encoder)
-                    sequence.encoded = True
-            logits = self.executor.execute(plan.step)
-            self._draw(plan, logits)
-        except TurnoutError as error:
-            self._fail(plan, error.message, error.code)
-        except Exception as error:  # a library's own: the requests of this step end, the engine lives
-            text = str(error).strip().splitlines()
-            self._fail(plan, f"{type(error).__name__}: {text[0] if text else ''}", "runtime.failed")
+        self._encode(plan)
+        if not plan.step.rows:
+            return
         self.stats.steps += 1
         self.stats.step_tokens += plan.step.num_tokens
+        try:
+            self._draw(plan, self.executor.execute(plan.step))
+        except Exception as error:  # the requests of this step end, the engine lives
+            for sequence in plan.sequences:
+                if sequence.id in self._lives:
+                    self._fail_job(self._lives[sequence.id].job, error)
 
-    def _fail(self, plan: Plan, message: str, code: str) -> None:
-        for job in {id(j): j for j in (self._lives[s.id].job for s in plan.sequences if s.id in self._lives)}.values():
-            self._end_job(job, Finish.ERROR, message, code)
+    def _encode(self, plan: Plan) -> None:
+        """Encoder passes of sequences at their start; who fails leaves the plan."""
+        if not self.executor.capabilities.encoder_decoder:
+            return
+        for sequence in plan.sequences:
+            live = self._lives.get(sequence.id)
+            if live is None or sequence.encoded or live.job.request.encoder is None:
+                continue
+            try:
+                self.executor.encode(sequence.slot, live.job.request.encoder)
+                sequence.encoded = True
+            except Exception as error:
+                self._fail_job(live.job, error)
+        plan.drop_ended()
+
+    def _fail_job(self, job: Job, error: Exception) -> None:
+        """Ends a request with what was raised, a library's own exceptions included."""
+        if isinstance(error, TurnoutError):
+            self._end_job(job, Finish.ERROR, error.message, error.code)
+            return
+        lines = str(error).strip().splitlines()
+        self._end_job(job, Finish.ERROR, f"{type(error).__name__}: {lines[0] if lines else ''}", "runtime.failed")
 
     def _stuck(self) -> None:
         """Nothing runs and nothing fits although all is free: refuse the first rather than wait for ever."""
         if not self.scheduler.running and self.scheduler.waiting:
             job = self._lives[self.scheduler.waiting[0].id].job
-            self._end_job(job, Finish.ERROR, "the request does not fit the cache", "memory.insufficient")
+            why = f"the executor failed ({self.cache.trouble})" if self.cache.trouble else "it does not fit the cache"
+            self._end_job(job, Finish.ERROR, f"the request cannot start: {why}", "memory.insufficient")
 
     # ---- drawing ----------------------------------------------------------------------
 
     def _draw(self, plan: Plan, logits: Any) -> None:
         rows: list[SampleRow] = []
         places: list[int] = []
-        refused: dict[str, TurnoutError] = {}
+        refused: dict[str, Exception] = {}
         offset = 0
         for sequence, row in zip(plan.sequences, plan.step.rows, strict=True):
             live = self._lives[sequence.id]
-            if sequence.prompt_logits and sequence.computed < sequence.prompt_length:
-                self._prompt_logprobs(live, logits[offset : offset + row.logits], row.tokens)
+            drawn: list[SampleRow] = []
             try:
-                drawn = self._rows(live, row.start + len(row.tokens) - len(sequence.drafts))
-            except TurnoutError as error:  # a grammar with no way on: this request's own end
-                drawn, refused[sequence.id] = [], error
+                if sequence.prompt_logits and sequence.computed < sequence.prompt_length:
+                    self._prompt_logprobs(live, logits[offset : offset + row.logits], row.tokens)
+                drawn = rows_of(live, row.start + len(row.tokens) - len(sequence.drafts))
+            except Exception as error:  # no numbers, a grammar with no way on: this request's own end
+                refused[sequence.id] = error
             rows += drawn
             places += range(offset + row.logits - len(drawn), offset + row.logits)
             offset += row.logits
         if len(places) != offset:
             logits = logits[places]
         drawn_tokens = self.sampler.sample(logits, rows) if rows else []
-        for id in refused:
+        for id, why in refused.items():
             if id in self._lives:
-                self._end_job(self._lives[id].job, Finish.ERROR, refused[id].message, refused[id].code)
+                self._fail_job(self._lives[id].job, why)
         self._take_all(plan, drawn_tokens, refused)
 
-    def _rows(self, live: Live, known: int) -> list[SampleRow]:
-        """Rows to draw from: none while tokens remain to be computed, else one and one per draft."""
-        sequence = live.sequence
-        if known < len(sequence.tokens):
-            return []
-        rows = []
-        accepted = 0
-        for place in range(len(sequence.drafts) + 1):
-            mask = live.matcher.mask().copy() if live.matcher is not None else None
-            rows.append(SampleRow(live.state, tuple(sequence.drafts[:place]), mask))
-            if live.matcher is not None and place < len(sequence.drafts):
-                if not live.matcher.accept(sequence.drafts[place]):
-                    # Cannot be drawn under this mask either: the rows after it are never looked at.
-                    rows += [SampleRow(live.state, tuple(sequence.drafts[:p])) for p in _after(sequence, place)]
-                    break
-                accepted += 1
-        if live.matcher is not None and accepted:
-            live.matcher.roll_back(accepted)
-        return rows
-
-    def _take_all(self, plan: Plan, drawn: list[Drawn], refused: dict[str, TurnoutError]) -> None:
+    def _take_all(self, plan: Plan, drawn: list[Drawn], refused: Mapping[str, Exception]) -> None:
         at = 0
         for sequence, row in zip(plan.sequences, plan.step.rows, strict=True):
             live = self._lives.get(sequence.id)
@@ -319,7 +311,10 @@ class Engine:
             if not complete:
                 self.scheduler.advance(sequence, row.start + len(row.tokens))
                 continue
-            self._take(live, mine, row.start + len(row.tokens))
+            try:
+                self._take(live, mine, row.start + len(row.tokens))
+            except Exception as error:  # a grammar, a processor, a criterion, a slot: this request's own
+                self._fail_job(live.job, error)
 
     def _take(self, live: Live, drawn: list[Drawn], held: int) -> None:
         """Accepts drafts while they equal the draws, then the one draw that differs or comes on top."""
@@ -333,27 +328,34 @@ class Engine:
             self._close(live)
             return
         for place, draw in enumerate(drawn):
-            try:
-                if draw.error:
-                    raise TurnoutError(draw.error, code=draw.code)
-                goes_on = self._append(live, draw)
-            except TurnoutError as error:  # a grammar, a processor or a criterion: this request's own
-                self._end_job(live.job, Finish.ERROR, error.message, error.code)
-                return
+            if draw.error:
+                raise TurnoutError(draw.error, code=draw.code)
+            goes_on = self._append(live, draw)
             fits = place < len(drafts) and drafts[place] == draw.token
             accepted += fits and goes_on
             if not goes_on or not fits:
                 break
         self._count_drafts(live, len(drafts), accepted)
-        valid = known + accepted
-        if valid < held:
-            valid = self.executor.retained(sequence.slot, valid)
-            self.executor.roll_back(sequence.slot, valid)
-        self.scheduler.advance(sequence, valid)
+        self._keep(live, known + accepted, held)
         if live.output.finish is not None:
             self._close(live)
         else:
             self._tell(live)
+
+    def _keep(self, live: Live, valid: int, held: int) -> None:
+        """Cuts what the slot holds to what is valid. An executor that cannot costs a text that is complete its
+        place in the cache only; others cannot go on."""
+        sequence = live.sequence
+        if valid < held:
+            try:
+                valid = self.executor.retained(sequence.slot, valid)
+                self.executor.roll_back(sequence.slot, valid)
+            except Exception:
+                if live.output.finish is None:
+                    raise
+                sequence.cache = False
+                return
+        self.scheduler.advance(sequence, valid)
 
     def _append(self, live: Live, draw: Drawn) -> bool:
         sequence = live.sequence
@@ -408,9 +410,11 @@ class Engine:
     def _close(self, live: Live) -> None:
         """The sequence has its finish: free what it holds, tell, and end the request with its last one."""
         job, sequence = live.job, live.sequence
+        live.closed = True
         self._lives.pop(sequence.id, None)
         if self.proposer is not None:
-            self.proposer.forget(sequence.id)
+            with suppress(Exception):  # its guesses are not worth a request
+                self.proposer.forget(sequence.id)
         self.scheduler.end(sequence)
         job.usage.completion += len(live.output.tokens)
         job.usage.cached = max(job.usage.cached, sequence.cached_tokens)
@@ -421,6 +425,7 @@ class Engine:
 
     def _finish_job(self, job: Job) -> None:
         self._jobs.pop(job.request.id, None)
+        self._timed.pop(job.request.id, None)
         self.stats.prompt_tokens += job.usage.prompt
         if job.request.sampling.best_of is not None:
             self._events += best_events(job)
@@ -430,7 +435,7 @@ class Engine:
     def _end_job(self, job: Job, finish: Finish, error: str = "", code: str = "") -> None:
         """Ends all open sequences of a request: cancelled, late or failed."""
         for live in job.lives:
-            if live.output.finish is None:
+            if not live.closed:
                 live.output.end(finish)
                 if finish is Finish.ERROR:
                     live.sequence.cache = False  # what its slot holds is not known
@@ -454,27 +459,22 @@ class Engine:
             raise AssertionError("blocks are in use although nothing runs")
 
     def close(self) -> None:
-        """Ends every request with an error and frees the executor."""
-        for job in list(self._jobs.values()):
-            self._end_job(job, Finish.ERROR, "the engine was closed", "runtime.failed")
-        self.executor.close()
-        if self.proposer is not None:
-            self.proposer.close()  # a draft model has an executor of its own
+        """Ends every request with an error and frees the executor; may be called twice."""
+        try:
+            for job in list(self._jobs.values()):
+                self._end_job(job, Finish.ERROR, "the engine was closed", "runtime.failed")
+        finally:
+            self.executor.close()
+            if self.proposer is not None:
+                self.proposer.close()  # a draft model has an executor of its own
 
 
-def _after(sequence: Sequence, place: int) -> range:
-    return range(place + 1, len(sequence.drafts) + 1)
-
-
-def _fitting(drafts: list[int], matcher: Matcher | None) -> list[int]:
-    """Drafts as far as the grammar takes them; the matcher stays where it was."""
-    if matcher is None:
-        return drafts
-    accepted = 0
-    for token in drafts:
-        if matcher.stopped or not matcher.accept(token):
-            break
-        accepted += 1
-    if accepted:
-        matcher.roll_back(accepted)
-    return drafts[:accepted]
+def _counted(can: Capabilities) -> tuple[int, int]:
+    """Block size and tokens to count with. Where the cache is no whole number of blocks they are not pages but
+    a measure of ours, and need not leave the end of each slot unused."""
+    if can.cache_tokens % can.block_size == 0:
+        return can.block_size, can.cache_tokens
+    block = max(1, min(can.block_size, can.context, can.cache_tokens))
+    if can.cache_tokens < can.slots * can.context:
+        return block, can.cache_tokens
+    return block, can.slots * -(-can.context // block) * block

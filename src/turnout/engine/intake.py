@@ -42,9 +42,7 @@ class Intake:
         sampling, capabilities = request.sampling, self._capabilities
         validate(sampling, capabilities.vocab_size)
         self._check_prompt(request)
-        if request.adapter is not None and request.adapter not in adapters:
-            known = ", ".join(sorted(adapters)) or "none is loaded"
-            raise InputError(f"no adapter `{request.adapter}` (known: {known})", code="adapter.missing")
+        self.check_adapter(request, adapters)
         count = max(sampling.n, sampling.best_of or 0)
         if count > MAX_SEQUENCES:
             raise InputError(f"{count} sequences of one request asked, at most {MAX_SEQUENCES} are given")
@@ -70,13 +68,16 @@ class Intake:
             self._breakers[texts] = breakers_of(texts, self._vocabulary)
         return self._breakers[texts]
 
+    def check_adapter(self, request: GenerationRequest, adapters: Mapping[str, int]) -> None:
+        """Raises ``InputError`` when the request names an adapter that is not among the loaded ones."""
+        if request.adapter is not None and request.adapter not in adapters:
+            known = ", ".join(sorted(adapters)) or "none is loaded"
+            raise InputError(f"no adapter `{request.adapter}` (known: {known})", code="adapter.missing")
+
     def _check_prompt(self, request: GenerationRequest) -> None:
         capabilities = self._capabilities
         if not request.prompt:
             raise InputError("the prompt has no tokens", hints=["give a text, or at least a start token"])
-        bad = next((t for t in request.prompt if not 0 <= t < capabilities.vocab_size), None)
-        if bad is not None:
-            raise InputError(f"token id {bad} is outside the vocabulary (0 to {capabilities.vocab_size - 1})")
         wanted = 1 if request.sampling.max_tokens else 0
         if len(request.prompt) + wanted > self.limit:
             which = "context" if capabilities.context <= self.limit else "cache"
@@ -85,6 +86,17 @@ class Intake:
                 code="context.exceeded",
                 hints=["shorten the prompt" if which == "context" else "shorten the prompt or enlarge the cache"],
             )
+        self._check_ids(request.prompt, "")
         if (request.encoder is not None) != capabilities.encoder_decoder:
             need = "needs" if capabilities.encoder_decoder else "has no"
             raise InputError(f"this model {need} encoder input")
+        if request.encoder is not None:
+            if not request.encoder:
+                raise InputError("the encoder input has no tokens", hints=["give a text"])
+            self._check_ids(request.encoder, " of the encoder input")
+
+    def _check_ids(self, ids: list[int], where: str) -> None:
+        size = self._capabilities.vocab_size
+        if min(ids) < 0 or max(ids) >= size:
+            place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < size)
+            raise InputError(f"token id {bad} at place {place}{where} is outside the vocabulary (0 to {size - 1})")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from turnout.engine.grammar import Matcher
 from turnout.engine.output import Output
 from turnout.engine.processors import LogitsProcessor, StoppingCriterion
-from turnout.engine.request import Event, GenerationRequest, TokenLogprob, Usage
+from turnout.engine.request import Event, Finish, GenerationRequest, TokenLogprob, Usage
 from turnout.engine.sampler import SamplerState
 from turnout.engine.scheduler import Sequence
 
@@ -36,6 +36,7 @@ class Live:
     matcher: Matcher | None
     job: Job
     index: int
+    closed: bool = False  # told its end
 
 
 @dataclass(slots=True)
@@ -74,8 +75,15 @@ class Stats:
 
 
 def best_events(job: Job) -> list[Event]:
-    """Events of the ``n`` most likely sequences (mean log probability per token), renumbered from 0."""
-    ranked = sorted(job.lives, key=lambda live: -live.output.cumulative / max(1, len(live.output.tokens)))
+    """Events of the ``n`` most likely sequences (mean log probability per token), renumbered from 0. Those that
+    came to their own end go before those that were cut short, those with no token go last."""
+
+    def merit(live: Live) -> tuple[bool, bool, float]:
+        output = live.output
+        whole = output.finish in (Finish.STOP, Finish.LENGTH)
+        return (not whole, not output.tokens, -output.cumulative / max(1, len(output.tokens)))
+
+    ranked = sorted(job.lives, key=merit)
     events = []
     for rank, live in enumerate(ranked[: job.request.sampling.n]):
         mine = [event for event in job.held if event.index == live.index]
