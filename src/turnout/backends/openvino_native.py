@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnout.backends.base import (
+    Action,
     BackendBuild,
     BindingReport,
     Case,
@@ -17,6 +18,7 @@ from turnout.backends.base import (
     EvidenceLevel,
     Kind,
     LoadPlan,
+    Remedy,
     Requirement,
     failed,
     met,
@@ -73,6 +75,21 @@ class OpenVINONativeBackend:
         if stored is not None and not stored.tensors_plain:
             message = f"weights are stored by {stored.method}, which this graph does not read"
             found.append(unmet(Kind.QUANTIZATION, "quantization.unsupported", message, observed=stored.method))
+        other = sorted({t.file for t in case.artifact.tensors.tensors.values() if not t.file.endswith(".safetensors")})
+        if other:
+            message = "weights are read from mapped safetensors files only"
+            convert = Remedy(Action.CONVERT, "save the model as safetensors with Transformers' `save_pretrained`")
+            found.append(
+                unmet(
+                    Kind.ARTIFACT,
+                    "artifact.kind_unsupported",
+                    message,
+                    observed=other[0],
+                    expected="safetensors",
+                    where=other[0],
+                    remedies=[convert],
+                )
+            )
         dtype = str(case.options.get("dtype") or DTYPES[0])
         if dtype not in DTYPES:
             message = f"the graph computes in {' or '.join(DTYPES)}"

@@ -42,7 +42,7 @@ def compare(reference: NDArray[Any], other: NDArray[Any], ids: Sequence[int]) ->
         divergences.append((np.exp(p) * (p - q)).sum(axis=1))
         same += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
         rows = np.arange(start, min(end, count - 1))
-        following = np.asarray([ids[i + 1] for i in rows], np.int64)
+        following = np.asarray([ids[int(i) + 1] for i in rows], np.int64)
         for index, log in enumerate((p, q)):
             losses[index] -= float(log[rows - start, following].sum())
     every = np.concatenate(divergences)
