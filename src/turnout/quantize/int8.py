@@ -47,8 +47,16 @@ def rotation(width: int) -> Any:
 
 
 def turned(x: Any, matrix: Any) -> Any:
-    """float32 [n, width] with every block of inputs turned by ``matrix`` [b, b]."""
-    return x if matrix is None else (x.reshape(-1, matrix.shape[0]) @ matrix).view(x.shape)
+    """float32 [n, width] with every block of inputs turned by ``matrix`` [b, b].
+
+    One product per token: one for all tokens would round differently with their number.
+    """
+    import torch
+
+    if matrix is None:
+        return x
+    block = matrix.shape[0]
+    return torch.bmm(x.reshape(x.shape[0], -1, block), matrix.expand(x.shape[0], block, block)).view(x.shape)
 
 
 class Activations:

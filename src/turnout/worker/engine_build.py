@@ -95,7 +95,7 @@ def _opened(backend: str, case: Case, options: ExecutorOptions) -> tuple[Executo
     plan = chosen.plan(case)
     given = {name: value for name, value in asdict(options).items() if value is not None}
     executor: Executor = chosen.executor(plan, given)
-    return executor, chosen.vocabulary(plan), str(getattr(executor, "dtype", plan.dtype)), plan.recipe
+    return executor, chosen.vocabulary(plan), plan.dtype, plan.recipe
 
 
 def _draft(draft: tuple[str, Case], options: ExecutorOptions, target: Vocabulary) -> Proposer:
