@@ -33,6 +33,7 @@ LEVELS = {
     "turnout.backends": 3,
     "turnout.engine": 3,
     "turnout.quantize": 3,
+    "turnout.qualify": 4,
     "turnout.worker": 4,
     "turnout.api": 4,
     "turnout.cli": 5,
