@@ -22,11 +22,11 @@ from tests.engine import onnxruntime_executor_graphs as onnx_graphs
 from tests.engine.agreeing_gguf import with_floats, without_vocabulary
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from turnout.backends.base import Case, LoadPlan
+from turnout.backends.base import Case
 from turnout.backends.llamacpp import LlamaCppBackend
 from turnout.backends.llamacpp_vocabulary import LlamaCppVocabulary
 from turnout.backends.onnxruntime import OnnxRuntimeBackend
-from turnout.backends.openvino_genai import OpenVINOGenAIBackend
+from turnout.backends.openvino_native import OpenVINONativeBackend
 from turnout.backends.torch_native import TorchNativeBackend
 from turnout.engine.executor import Executor, Vocabulary
 from turnout.package.inspect import inspect
@@ -250,8 +250,8 @@ def opened(name: str, forms: Forms, slots: int = 4, context: int = 256, cache_to
         llamacpp = LlamaCppBackend()
         return llamacpp.executor(llamacpp.plan(case_of(forms.gguf)), {**counts, **EXACT})
     if name == "openvino":
-        case = case_of(forms.folder)
-        return OpenVINOGenAIBackend().executor(LoadPlan(case, "openvino-genai", dtype="float32"), counts)
+        openvino = OpenVINONativeBackend()
+        return openvino.executor(openvino.plan(case_of(forms.folder, dtype="float32")), counts)
     runtime = OnnxRuntimeBackend()
     return runtime.executor(runtime.plan(case_of(forms.onnx)), counts)
 
@@ -265,6 +265,7 @@ def vocabulary(name: str, forms: Forms) -> Vocabulary:
         llamacpp = LlamaCppBackend()
         return llamacpp.vocabulary(llamacpp.plan(case_of(forms.gguf)))
     if name == "openvino":
-        return OpenVINOGenAIBackend().vocabulary(LoadPlan(case_of(forms.folder), "openvino-genai", dtype="float32"))
+        openvino = OpenVINONativeBackend()
+        return openvino.vocabulary(openvino.plan(case_of(forms.folder)))
     runtime = OnnxRuntimeBackend()
     return runtime.vocabulary(runtime.plan(case_of(forms.onnx)))

@@ -157,13 +157,13 @@ def test_chunks(trained: Trained, chunk: int) -> None:
 
 
 def test_preemption(trained: Trained) -> None:
-    """Four requests in a cache that holds their prompts, but not what is added to them."""
-    which = (0, 1, 3, 9)
+    """Three requests that each outgrow their last block, in a cache with two blocks more than the prompts fill."""
+    which = (1, 9, 13)
     lengths = [len(trained.prompts[i]) for i in which]
-    blocks = sum(-(-n // 16) for n in lengths)
-    executor = trained.open(slots=4, cache_tokens=16 * blocks)
+    assert all(-(-(n + NEW - 1) // 16) > -(-n // 16) for n in lengths)
+    executor = trained.open(slots=3, cache_tokens=16 * (2 + sum(-(-n // 16) for n in lengths)))
     try:
-        engine = compare(trained, which, executor=executor)
+        engine = compare(trained, which, [0, 0, 2], executor=executor)
         assert engine.stats.preemptions > 0
     finally:
         executor.close()
