@@ -171,12 +171,18 @@ class Judge:
 
     # ---- one case -------------------------------------------------------------------------
 
-    def verdict(self, package: Package, case: Case, backend: str, execute: bool = False) -> Verdict:
+    def verdict(
+        self, package: Package, case: Case, backend: str, execute: bool = False, believe: bool = False
+    ) -> Verdict:
         """Verdict of one case, with recorded evidence and admission. ``execute`` first runs a case that
-        is supported or unknown and fits memory; the backend is asked once either way."""
+        is supported or unknown and fits memory; the backend is asked once either way. ``believe`` does not
+        ask it where standing evidence says that this very case was executed (same bytes, options, versions)."""
         chosen = registry.get(backend)
         build = chosen.describe()
-        assessment = self._assess(package, case, chosen, build)
+        if believe and self._executed(package, case, backend, build):
+            assessment = Assessment(common(chosen, case, build))
+        else:
+            assessment = self._assess(package, case, chosen, build)
         self._offer_siblings(package, case, chosen, assessment)
         verdict = self._conclude(package, case, backend, build, assessment)
         if execute and _worth_running(verdict):
@@ -238,6 +244,11 @@ class Judge:
         key = case_key(case, backend, build, self.ledger.digest(package, case.artifact))
         self.ledger.withdraw_stale(package.root, key)
         return self.ledger.standing(key), key
+
+    def _executed(self, package: Package, case: Case, backend: str, build: BackendBuild) -> bool:
+        recorded, _ = self._recorded(package, case, backend, build)
+        passed = any(e.outcome is Outcome.PASS and e.level >= EvidenceLevel.EXECUTED for e in recorded)
+        return passed and not any(e.outcome is Outcome.FAIL for e in recorded)
 
     def merit(self, package: Package, case: Case, backend: str) -> float | None:
         """Measured merit recorded for a case (higher is better), without asking the backend."""

@@ -183,7 +183,7 @@ def first_supported(
     order = sorted(range(len(pairs)), key=lambda i: (-(measured[i] or 0.0), prior(pairs[i][1]), i))
     for index in order:
         case, name = pairs[index]
-        verdict = judge.verdict(package, case, name)
+        verdict = judge.verdict(package, case, name, believe=True)
         if verdict.status is VerdictStatus.SUPPORTED and verdict.admission is not Admission.INSUFFICIENT_MEMORY:
             rivals = sum(1 for m in measured if m is not None)
             why = (
