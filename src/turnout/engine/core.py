@@ -17,7 +17,7 @@ import numpy as np
 from turnout.engine.core_drafts import propose, rows_of
 from turnout.engine.executor import Capabilities, Executor, Vocabulary
 from turnout.engine.intake import Intake
-from turnout.engine.job import Job, Live, Prepared, Stats, best_events
+from turnout.engine.job import Job, Live, Prepared, Stats, best_events, told
 from turnout.engine.kv_cache import BlockHashes, KvCache, hash_seed
 from turnout.engine.output import Output
 from turnout.engine.processors import LogitsProcessor
@@ -258,12 +258,8 @@ class Engine:
         plan.drop_ended()
 
     def _fail_job(self, job: Job, error: Exception) -> None:
-        """Ends a request with what was raised, a library's own exceptions included."""
-        if isinstance(error, TurnoutError):
-            self._end_job(job, Finish.ERROR, error.message, error.code)
-            return
-        lines = str(error).strip().splitlines()
-        self._end_job(job, Finish.ERROR, f"{type(error).__name__}: {lines[0] if lines else ''}", "runtime.failed")
+        """Ends a request with what was raised."""
+        self._end_job(job, Finish.ERROR, *told(error))
 
     def _stuck(self) -> None:
         """Nothing runs and nothing fits although all is free: refuse the first rather than wait for ever."""

@@ -10,6 +10,7 @@ from turnout.engine.processors import LogitsProcessor, StoppingCriterion
 from turnout.engine.request import Event, Finish, GenerationRequest, TokenLogprob, Usage
 from turnout.engine.sampler import SamplerState
 from turnout.engine.scheduler import Sequence
+from turnout.errors import TurnoutError
 
 
 @dataclass(slots=True)
@@ -72,6 +73,14 @@ class Stats:
     preemptions: int = 0
     steps: int = 0
     step_tokens: int = 0
+
+
+def told(error: Exception) -> tuple[str, str]:
+    """Message and code of an exception, a library's own included."""
+    if isinstance(error, TurnoutError):
+        return error.message, error.code
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}", "runtime.failed"
 
 
 def best_events(job: Job) -> list[Event]:

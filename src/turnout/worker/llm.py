@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from operator import index
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,18 +21,20 @@ from turnout.backends.base import Case, Verdict
 from turnout.config import WORKER
 from turnout.engine.executor import Capabilities
 from turnout.engine.request import Event, Finish, GenerationRequest, TokenLogprob, Usage
-from turnout.errors import InputError, NotSupportedError, TurnoutError, UsageError
+from turnout.errors import InputError, NotSupportedError, OverloadedError, TurnoutError, UsageError, WorkerError
 from turnout.package.facts import Package
 from turnout.types import Executed, Sampling, Task
 from turnout.worker import wire
 from turnout.worker.engine_build import has_engine
-from turnout.worker.engine_client import EngineClient
+from turnout.worker.engine_client import REOPEN, EngineClient
 from turnout.worker.judge import Judge, Progress, case_message, default_task, free_memory, open_package
 from turnout.worker.process import Worker
 from turnout.worker.session import first_supported
 
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
+Asked = tuple[GenerationRequest, str, Any]  # with the task and its inputs, where the engine makes the prompt
+MORE = ("adapter", "priority", "deadline", "salt", "digests", "speculate", "cache")
 TASKS = (Task.CHAT, Task.TEXT_GENERATION, Task.TEXT2TEXT, Task.TRANSLATION, Task.SUMMARIZATION)
 
 
@@ -58,7 +66,7 @@ class Generation:
     def take(self, event: Event) -> None:
         """Adds an event. Raises ``TurnoutError`` when it tells of a failure."""
         if event.error:
-            raise TurnoutError(event.error, code=event.code)
+            raise failure(event)
         while len(self.completions) <= event.index:
             self.completions.append(Completion(len(self.completions)))
         mine = self.completions[event.index]
@@ -113,8 +121,10 @@ class LLM:
         options = dict(options or {})
         if quantize is not None:
             options["quantize"] = quantize
+        self._pid = os.getpid()
         self._worker = Worker()
         self._client: EngineClient | None = None
+        self._folder = ""
         try:
             package, case, verdict, self.why, self._digest = self._choose(
                 model, task, artifact, backend, device, options, on_progress
@@ -151,6 +161,7 @@ class LLM:
             self.capabilities: Capabilities = wire.rebuild(answer["capabilities"], Capabilities)
             self.dtype, self.recipe, self.load_s = answer["dtype"], answer["recipe"], answer["load_s"]
             self.limit = int(answer["limit"])
+            self._folder = str(Path(answer["endpoint"].removeprefix("ipc://")).parent)
             self._client = EngineClient(answer["endpoint"], lambda: self._worker.pid is not None)
         except BaseException:
             self.close()
@@ -191,9 +202,10 @@ class LLM:
     @property
     def client(self) -> EngineClient:
         """The connection to the engine. Raises ``UsageError`` after ``close``."""
-        if self._client is None:
-            raise UsageError("the model is closed")
-        return self._client
+        client = self._client
+        if client is None:
+            raise UsageError("the model is closed", hints=["open it again: `turnout.LLM(...)`"])
+        return client
 
     @property
     def pid(self) -> int | None:
@@ -220,8 +232,10 @@ class LLM:
     ) -> list[Generation]:
         """One ``Generation`` per prompt (text, or token ids), in order; all run in one batch.
 
-        ``more`` are fields of ``GenerationRequest``: adapter, priority, deadline, salt. Raises
-        ``InputError`` for a prompt that does not fit, ``TurnoutError`` for a request that failed.
+        ``more`` are fields of ``GenerationRequest``: adapter, priority, deadline (on ``time.monotonic``'s
+        clock), salt, speculate, cache. Raises ``InputError`` for a prompt that does not fit, ``TurnoutError``
+        for a request that failed, ``WorkerError`` when the worker ended; then, and when it is interrupted, the
+        other requests are cancelled.
         """
         return self._collect([self._prompted(p, sampling, more) for p in _prompts(prompts)])
 
@@ -229,56 +243,65 @@ class LLM:
         self, conversations: Messages | Sequence[Messages], sampling: Sampling | None = None, **more: Any
     ) -> list[Generation]:
         """One ``Generation`` per conversation, through the package's chat template."""
-        many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
+        if not conversations:
+            raise InputError("no conversation was given")
+        many = [conversations] if isinstance(conversations[0], dict) else conversations
         return self._collect([self._chatted(messages, sampling, more) for messages in many])  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Messages, sampling: Sampling | None = None, **more: Any) -> Iterator[Event]:
         """Events of one request as they come. Leaving the iteration cancels the request."""
         request, task, inputs = self._any(prompt, sampling, more)
+        client = self.client
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.client.submit(request, events.put, task, inputs)
+        client.submit(request, events.put, task, inputs)
         done = False
         try:
             while not done:
                 event = events.get()
                 done = event.done
                 if event.error:
-                    raise TurnoutError(event.error, code=event.code)
+                    raise self._failure(event)
                 yield event
         finally:
             if not done:
-                self.client.cancel(request.id)
+                client.abandon(request.id)
 
     async def agenerate(self, prompt: Prompt | Messages, sampling: Sampling | None = None, **more: Any) -> Generation:
         """``Generation`` of one prompt or conversation."""
         answer = Generation()
-        async for event in self.astream(prompt, sampling, **more):
-            answer.take(event)
+        async with aclosing(self.astream(prompt, sampling, **more)) as events:
+            async for event in events:
+                answer.take(event)
         return answer
 
     async def astream(
         self, prompt: Prompt | Messages, sampling: Sampling | None = None, **more: Any
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Events of one request as they come. A task that is cancelled cancels its request."""
         request, task, inputs = self._any(prompt, sampling, more)
+        client = self.client
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def sink(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        await asyncio.to_thread(self.client.submit, request, sink, task, inputs)
         done = False
         try:
+            try:
+                await asyncio.wrap_future(client.start(request, sink, task, inputs))
+            except TurnoutError:
+                done = True
+                raise
             while not done:
                 event = await events.get()
                 done = event.done
                 if event.error:
-                    raise TurnoutError(event.error, code=event.code)
+                    raise self._failure(event)
                 yield event
         finally:
             if not done:
-                self.client.cancel(request.id)
+                client.abandon(request.id)
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters (``turnout.engine.job.Stats``)."""
@@ -293,59 +316,113 @@ class LLM:
         self.client.call("unload_adapter", name=name)
 
     def close(self) -> None:
-        """Cancels what runs and ends the worker; may be called twice."""
+        """Cancels what runs and ends the worker; may be called twice, from any thread. In a forked process it
+        leaves the model to the process that opened it."""
+        if os.getpid() != self._pid:
+            return
         if self._client is not None:
             self._client.close()
             self._client = None
         self._worker.close()
+        if self._folder:  # of a worker that was killed
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- requests ---------------------------------------------------------------------
 
-    def _prompted(
-        self, prompt: Prompt, sampling: Sampling | None, more: dict[str, Any]
-    ) -> tuple[GenerationRequest, str, Any]:
-        request = GenerationRequest(uuid.uuid4().hex, [], sampling or Sampling(), **more)
+    def _prompted(self, prompt: Prompt, sampling: Sampling | None, more: dict[str, Any]) -> Asked:
+        request = _request(sampling, more)
         if isinstance(prompt, str):
             task = self.task if self.task != Task.CHAT else Task.TEXT_GENERATION
             return request, task, {"prompt" if task == Task.TEXT_GENERATION else "text": prompt}
-        return replace(request, prompt=[int(token) for token in prompt]), "", None
+        try:
+            request.prompt = [index(token) for token in prompt]
+        except TypeError:
+            raise InputError(f"a prompt is text or token ids, not {_shown(prompt)}") from None
+        return request, "", None
 
-    def _chatted(
-        self, messages: Messages, sampling: Sampling | None, more: dict[str, Any]
-    ) -> tuple[GenerationRequest, str, Any]:
-        request = GenerationRequest(uuid.uuid4().hex, [], sampling or Sampling(), **more)
-        return request, Task.CHAT, {"messages": messages}
+    def _chatted(self, messages: Messages, sampling: Sampling | None, more: dict[str, Any]) -> Asked:
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise InputError(
+                f"a conversation is a list of messages, each with role and content, not {_shown(messages)}"
+            )
+        return _request(sampling, more), Task.CHAT, {"messages": messages}
 
-    def _any(
-        self, prompt: Prompt | Messages, sampling: Sampling | None, more: dict[str, Any]
-    ) -> tuple[GenerationRequest, str, Any]:
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+    def _any(self, prompt: Prompt | Messages, sampling: Sampling | None, more: dict[str, Any]) -> Asked:
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
             return self._chatted(list(prompt), sampling, more)  # type: ignore[arg-type]
         return self._prompted(prompt, sampling, more)  # type: ignore[arg-type]
 
-    def _collect(self, asked: list[tuple[GenerationRequest, str, Any]]) -> list[Generation]:
+    def _collect(self, asked: list[Asked]) -> list[Generation]:
+        client = self.client
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        answers: dict[str, Generation] = {}
+        answers = {request.id: Generation() for request, _, _ in asked}
+        started: list[Future[int]] = []
         try:
             for request, task, inputs in asked:
-                answers[request.id] = Generation()
-                self.client.submit(request, events.put, task, inputs)
+                started.append(client.start(request, events.put, task, inputs))
+            for number, future in enumerate(started):
+                _accepted(future, number, len(asked))
             open_ids = set(answers)
             while open_ids:
                 event = events.get()
+                if event.error:
+                    raise self._failure(event)
                 answers[event.id].take(event)
                 if event.done:
                     open_ids.discard(event.id)
         except BaseException:
             for id in answers:
-                self.client.cancel(id)
+                client.abandon(id)
             raise
         return list(answers.values())
 
+    def _failure(self, event: Event) -> TurnoutError:
+        """What an event that tells of a failure raises."""
+        if self._client is None or self._client.dead:
+            said = [f"last output: {line}" for line in self._worker.log_tail()[-3:]]
+            return WorkerError(event.error, code=event.code, hints=[*said, REOPEN])
+        return failure(event)
+
+
+def failure(event: Event) -> TurnoutError:
+    """The exception for an event with an error."""
+    kind: type[TurnoutError] = TurnoutError
+    if event.code.startswith("grammar."):
+        kind = InputError
+    elif event.code == OverloadedError.default_code:
+        kind = OverloadedError
+    return kind(event.error, code=event.code)
+
+
+def _accepted(future: Future[int], number: int, count: int) -> None:
+    """Waits until a request is accepted. Raises why not, naming which of several it was."""
+    try:
+        future.result()
+    except InputError as error:
+        if count > 1:
+            text = f"prompt {number + 1} of {count}: {error.message}"
+            raise InputError(text, code=error.code, hints=error.hints) from None
+        raise
+
+
+def _request(sampling: Sampling | None, more: dict[str, Any]) -> GenerationRequest:
+    unknown = sorted(set(more) - set(MORE))
+    if unknown:
+        raise InputError(f"unknown argument `{unknown[0]}`", hints=["known: " + ", ".join(MORE)])
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise InputError(f"`sampling` is a turnout.Sampling, not {_shown(sampling)}")
+    return GenerationRequest(uuid.uuid4().hex, [], sampling or Sampling(), **more)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."
+
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    if not prompts:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts.tolist() if hasattr(prompts, "tolist") else prompts)
+    if not many:
         raise InputError("no prompt was given")
-    return list(prompts)  # type: ignore[arg-type]
+    return [many] if all(hasattr(token, "__index__") for token in many) else many
