@@ -18,6 +18,7 @@ from typing import Any
 from turnout.backends import torch_native_probe as probe
 from turnout.backends import transformers_models as models
 from turnout.backends.base import BindingReport
+from turnout.backends.torch_native_adapters import ASKED, TRIAL, AdapterLimits, AdapterSet
 from turnout.backends.torch_native_attention import NAME, LayerPlan, Layout, Prefill, Run, register
 from turnout.backends.torch_native_cache import SlotCache
 from turnout.backends.torch_native_threads import Steps
@@ -39,7 +40,8 @@ class TorchOptions:
     ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one. ``kv_dtype`` is "" for
     the model's own type, a type of ``FLOATS`` (attention then also computes in it), or "int8". ``threads`` 0
     takes PyTorch's number as the most and fewer while other processes hold the cores; another number is kept.
-    ``check`` compares the model's logits at load with its eager attention (a few small passes).
+    ``check`` compares the model's logits at load with its eager attention (a few small passes). ``max_adapters``
+    and ``adapter_bytes`` bound the adapters that are loaded at once.
     """
 
     slots: int = 16
@@ -50,6 +52,8 @@ class TorchOptions:
     kv_dtype: str = ""
     step_tokens: int = 2048
     check: bool = True
+    max_adapters: int = 0
+    adapter_bytes: int = 0
 
 
 class TorchExecutor:
@@ -71,6 +75,8 @@ class TorchExecutor:
         register()
         probe.register()
         self._model: Any = model.eval()
+        limits = AdapterLimits.of(options.max_adapters, options.adapter_bytes)
+        self._adapters = AdapterSet(model, limits, self._try_adapter)
         self._device = model.device
         self._attention = str(model.config._attn_implementation)
         self._layers: list[LayerPlan] = []
@@ -94,6 +100,7 @@ class TorchExecutor:
             slots=options.slots,
             cache_tokens=self._cache.budget,
             step_tokens=options.step_tokens,
+            adapters=True,
             weights_bytes=weights_bytes(model),
             notes=tuple(notes),
         )
@@ -106,8 +113,7 @@ class TorchExecutor:
         rows = step.rows
         wanted = {row.slot: row.start + len(row.tokens) for row in rows}
         self._check(rows, wanted)
-        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) != 1, rows[i].slot))
-        logits = self._forward(self._cache, [rows[i] for i in order], rows)
+        logits = self._adapters.each(rows, self._compute)
         for slot, length in wanted.items():
             self._cache.lengths[slot] = length
         return logits if self._device.type != "cpu" else logits.numpy()
@@ -143,16 +149,18 @@ class TorchExecutor:
         self._cache.lengths[slot] = 0
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Refused: this executor has no adapters."""
-        raise NotSupportedError(
-            f"the adapter `{name}`: this executor loads no adapters", code="adapter.type_unsupported"
-        )
+        """Loads a LoRA, rsLoRA or DoRA directory of PEFT. Raises ``LoadError`` for one that does not fit."""
+        if self._model is None:
+            raise TurnoutError("the executor is closed", code="runtime.failed")
+        self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Nothing to forget."""
+        """Forgets an adapter."""
+        self._adapters.unload(name)
 
     def close(self) -> None:
         """Frees weights and rows; a model that someone else holds gets its own attention back."""
+        self._adapters.close()
         if self._model is not None:
             probe.set_attention(self._model, self._attention)
         self._model = None
@@ -182,10 +190,19 @@ class TorchExecutor:
                 raise UsageError(f"slot {row.slot} takes {self._cache.context} tokens, not {wanted[row.slot]}")
             if not 0 <= row.logits <= len(row.tokens):
                 raise UsageError(f"{row.logits} rows of logits are asked of {len(row.tokens)} tokens")
-            if row.adapter is not None:
-                raise NotSupportedError(
-                    f"the adapter `{row.adapter}`: this executor has none", code="adapter.type_unsupported"
-                )
+            self._adapters.check(row)
+
+    def _compute(self, rows: list[Row]) -> Any:
+        """Rows of one token first, so that attention takes them together; then by adapter, then by slot."""
+        ordered = sorted(rows, key=lambda row: (len(row.tokens) != 1, row.adapter or "", row.slot))
+        return self._forward(self._cache, ordered, rows)
+
+    def _try_adapter(self, name: str) -> None:
+        """One small pass with an adapter, beside the cache that is in use."""
+        cache = SlotCache(1, TRIAL, self._cache.quantized)
+        cache.compute = self._cache.compute
+        row = [Row(0, list(range(TRIAL)), 0, ASKED, name)]
+        self._forward(cache, row, row)
 
     def _forward(self, cache: SlotCache, ordered: list[Row], rows: Sequence[Row], tracer: bool = False) -> Any:
         """Logits float32 [asked, vocabulary] in the order of ``rows``; the flat batch is in that of ``ordered``."""
@@ -204,9 +221,12 @@ class TorchExecutor:
         cache.reserve({row.slot: row.start + len(row.tokens) for row in ordered})
         layout = self._layout(ordered, begins)
         run = probe.Tracer(cache, layout) if tracer else Run(cache, self._layers, layout)
+        adapted = self._adapters.select(
+            [(row.adapter, len(row.tokens)) for row in ordered], [(row.adapter, row.logits) for row in rows]
+        )
         device = self._device
         try:
-            with self._steps, torch.inference_mode(), run:
+            with self._steps, torch.inference_mode(), run, adapted:
                 output = self._model(
                     input_ids=torch.tensor([tokens], device=device),
                     position_ids=torch.tensor([positions], device=device),
