@@ -15,13 +15,16 @@ import pytest
 from tests.engine.driving import Answer, drive, engine, request
 from tests.engine.tiny import TinyExecutor, TinyVocabulary
 
+from turnout.backends.base import BindingReport, Case, LoadPlan
 from turnout.engine.core import Engine
 from turnout.engine.executor import Step
 from turnout.engine.kv_cache import BlockHashes, KvCache, hash_seed
 from turnout.engine.request import Finish, GenerationRequest
+from turnout.engine.session import EngineSession
 from turnout.engine.speculative import NGramProposer
 from turnout.errors import InputError, LoadError
-from turnout.types import Sampling
+from turnout.package.facts import Artifact, ArtifactKind
+from turnout.types import Request, Sampling
 
 PROMPT = list(range(3, 45))
 
@@ -624,3 +627,28 @@ class Scripted(TinyExecutor):
         for i in range(row.logits):
             logits[i, self.script[row.start + len(row.tokens) - row.logits + i]] = 1000.0
         return logits
+
+
+@pytest.mark.parametrize("name", ["chunk_tokens", "mixed_tokens", "step_tokens", "max_running", "draft_tokens"])
+def test_settings_that_mean_nothing_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"`{name}` is `-1`"):
+        engine(TinyExecutor(), **{name: -1})
+
+
+@pytest.mark.parametrize("raises", [RuntimeError, KeyboardInterrupt])
+def test_a_session_whose_listener_fails_answers_the_next_request(raises: type[BaseException]) -> None:
+    artifact = Artifact("model", ArtifactKind.TRANSFORMERS, "")
+    plan = LoadPlan(Case("", artifact, "text-generation", "cpu", {}), "tiny")
+    session = EngineSession(plan, engine(TinyExecutor(slots=2)), BindingReport(), "float32")
+
+    def ask(emit: Any = None) -> str:
+        return session.run(Request("text-generation", {"prompt": "hello"}, Sampling(max_tokens=8)), emit).text
+
+    def fails(piece: str) -> None:
+        raise raises("the listener's own")
+
+    undisturbed = ask()
+    with pytest.raises(raises, match="the listener's own"):
+        ask(fails)
+    session.engine.check_idle()
+    assert ask() == undisturbed

@@ -80,12 +80,14 @@ def grammar_of(schema: str | None, regex: str | None) -> Grammar | None:
         return Grammar("regex", regex)
     if schema is None:
         return None
-    path = Path(schema)
-    text = schema if schema.lstrip().startswith("{") else ""
-    if not text:
-        if not path.is_file():
-            raise UsageError(f"`--schema {schema}` is no file", hints=["give a file, or the schema itself"])
-        text = path.read_text(encoding="utf-8", errors="replace")
+    if schema.lstrip().startswith("{"):
+        return Grammar("json_schema", schema)
+    try:
+        text = Path(schema).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no file, a folder, a name too long, no text
+        shown = schema if len(schema) < 80 else schema[:77] + "..."
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"`--schema {shown}`: {why}", hints=["give a file, or the schema itself"]) from None
     return Grammar("json_schema", text)
 
 

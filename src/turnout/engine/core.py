@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.vocabulary = vocabulary
-        self.config = config or EngineConfig()
+        self.config = _checked(config or EngineConfig())
         capabilities = executor.capabilities
         shares = self.config.prefix_cache and capabilities.shares_prefix
         block, tokens = _counted(capabilities)
@@ -463,6 +463,16 @@ class Engine:
             self.executor.close()
             if self.proposer is not None:
                 self.proposer.close()  # a draft model has an executor of its own
+
+
+def _checked(config: EngineConfig) -> EngineConfig:
+    """The configuration. Raises ``InputError`` for a number that means nothing."""
+    least = {"chunk_tokens": 0, "mixed_tokens": 0, "step_tokens": 0, "max_running": 0, "draft_tokens": 0}
+    for name, low in {**least, "max_waiting": 1}.items():
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise InputError(f"`{name}` is `{value}`, expected at least {low}", hints=[f"leave `{name}` out"])
+    return config
 
 
 def _counted(can: Capabilities) -> tuple[int, int]:

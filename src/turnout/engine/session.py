@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from turnout.backends.base import BindingReport, LoadPlan
 from turnout.engine.core import Engine
-from turnout.engine.request import Finish, GenerationRequest
+from turnout.engine.request import Finish, GenerationRequest, Usage
 from turnout.errors import TurnoutError
 from turnout.tasks.contract import TextOutput
 from turnout.tasks.prompting import PromptEncoder
@@ -34,19 +34,24 @@ class EngineSession:
         asked = GenerationRequest(f"s{next(self._numbers)}", prompt, request.sampling, encoder=encoder)
         self.engine.add(asked)
         pieces: list[str] = []
-        finish, usage = Finish.ERROR, None
-        while self.engine.has_work:
-            for event in self.engine.step():
-                if event.error:
-                    raise TurnoutError(event.error, code=event.code)
-                if event.index == 0:
-                    pieces.append(event.text)
-                    finish = event.finish or finish
-                    if emit is not None and event.text:
-                        emit(event.text)
-                usage = event.usage or usage
-        completion = usage.completion if usage else 0
-        return TextOutput("".join(pieces), finish.value, len(encoder or prompt), completion)
+        finish, usage = Finish.ERROR, Usage()
+        try:
+            while self.engine.has_work:
+                for event in self.engine.step():
+                    if event.error:
+                        raise TurnoutError(event.error, code=event.code)
+                    if event.index == 0:
+                        pieces.append(event.text)
+                        finish = event.finish or finish
+                        if emit is not None and event.text:
+                            emit(event.text)
+                    usage = event.usage or usage
+        except BaseException:  # the listener's, for instance: the next request starts on an empty engine
+            self.engine.cancel(asked.id)
+            while self.engine.has_work:
+                self.engine.step()
+            raise
+        return TextOutput("".join(pieces), finish.value, len(encoder or prompt), usage.completion)
 
     def close(self) -> None:
         """Frees the model; may be called twice."""

@@ -60,24 +60,41 @@ class Speed:
 
 @dataclass(slots=True)
 class _Run:
-    first_s: float
+    """Times of one load: ``stamps`` are (second, tokens) of each stream's events, in order."""
+
     total_s: float
-    tokens: int
+    stamps: list[list[tuple[float, int]]]
+
+    @property
+    def first_s(self) -> float:
+        """Second of the last stream's first token."""
+        return max((stream[0][0] for stream in self.stamps), default=self.total_s)
 
     @property
     def decode(self) -> float:
-        span = self.total_s - self.first_s
-        return self.tokens / span if span > 0 and self.tokens else 0.0
+        """Tokens per second while all streams decode: what came after the last one's first token. (Streams
+        decode while others still read their prompts; those tokens belong to another span.)"""
+        first, last = self.first_s, max((stream[-1][0] for stream in self.stamps), default=0.0)
+        tokens = sum(count for stream in self.stamps for at, count in stream if at > first)
+        return tokens / (last - first) if last > first else 0.0
+
+    @property
+    def between_s(self) -> float:
+        """Seconds between two tokens of a stream, their mean."""
+        gaps = [
+            (stream[-1][0] - stream[0][0]) / later
+            for stream in self.stamps
+            if (later := sum(count for _, count in stream[1:]))
+        ]
+        return statistics.fmean(gaps) if gaps else 0.0
 
 
 class _Watch:
-    """Times of the tokens of one load."""
+    """Hears the tokens of one load."""
 
     def __init__(self, streams: int) -> None:
         self.started = time.perf_counter()
-        self.first: dict[str, float] = {}
-        self.late = 0  # tokens after each stream's first event
-        self.tokens = 0
+        self.stamps: dict[str, list[tuple[float, int]]] = {}
         self.error: Event | None = None
         self._open = threading.Semaphore(0)
         self._streams = streams
@@ -85,11 +102,8 @@ class _Watch:
     def take(self, event: Event) -> None:
         """One event, on the client's thread."""
         if event.tokens:
-            self.tokens += len(event.tokens)
-            if event.id in self.first:
-                self.late += len(event.tokens)
-            else:
-                self.first[event.id] = time.perf_counter() - self.started
+            stamp = (time.perf_counter() - self.started, len(event.tokens))
+            self.stamps.setdefault(event.id, []).append(stamp)
         if event.done:
             self.error = event if event.error else self.error
             self._open.release()
@@ -100,8 +114,7 @@ class _Watch:
             self._open.acquire()
         if self.error is not None:
             raise TurnoutError(self.error.error, code=self.error.code)
-        total = time.perf_counter() - self.started
-        return _Run(max(self.first.values(), default=total), total, self.late)
+        return _Run(time.perf_counter() - self.started, list(self.stamps.values()))
 
 
 def run_once(llm: LLM, load: Load, seed: int) -> _Run:
@@ -111,9 +124,15 @@ def run_once(llm: LLM, load: Load, seed: int) -> _Run:
     prompts = [[rng.randrange(size) for _ in range(load.prompt)] for _ in range(load.streams)]
     watch = _Watch(load.streams)
     sampling = Sampling(max_tokens=load.new, ignore_eos=True)
-    for prompt in prompts:
-        llm.client.submit(GenerationRequest(uuid.uuid4().hex, prompt, sampling, cache=False), watch.take)
-    return watch.wait()
+    asked = [GenerationRequest(uuid.uuid4().hex, prompt, sampling, cache=False) for prompt in prompts]
+    try:
+        for accepted in [llm.client.start(one, watch.take) for one in asked]:
+            accepted.result()
+        return watch.wait()
+    except BaseException:
+        for one in asked:
+            llm.client.abandon(one.id)
+        raise
 
 
 @dataclass(slots=True)
@@ -150,5 +169,5 @@ def _speed(name: str, load: Load, runs: list[_Run]) -> Speed:
         Spread.of(run.first_s for run in runs),
         Spread.of(run.decode for run in runs),
         Spread.of(drawn / run.total_s for run in runs),
-        Spread.of((run.total_s - run.first_s) / max(1, load.new - 1) for run in runs),
+        Spread.of(run.between_s for run in runs),
     )

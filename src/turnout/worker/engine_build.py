@@ -41,6 +41,7 @@ def open_engine(
     asked = wire.rebuild(options, ExecutorOptions)
     executor, vocabulary, dtype, recipe = _opened(backend, case, asked)
     proposer: Proposer | None = None
+    service: EngineService | None = None
     try:
         if draft is not None:
             proposer = _draft(draft, asked, vocabulary)
@@ -50,9 +51,14 @@ def open_engine(
         for name, path in adapters.items():
             core.load_adapter(name, path)
         encoder = PromptEncoder(case.artifact, case.options, vocabulary)
-        host = EngineHost(EngineService(core), encoder)
+        service = EngineService(core)
+        host = EngineHost(service, encoder)
     except BaseException:
+        if service is not None:
+            service.close()
         executor.close()
+        if proposer is not None:
+            proposer.close()
         raise
     return host, {
         "endpoint": host.endpoint,
@@ -60,7 +66,7 @@ def open_engine(
         "dtype": dtype,
         "recipe": recipe,
         "eos_ids": sorted(vocabulary.eos_ids),
-        "limit": min(executor.capabilities.context, executor.capabilities.cache_tokens),
+        "limit": core.limit,
     }
 
 

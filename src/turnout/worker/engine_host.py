@@ -116,6 +116,10 @@ class EngineHost:
             self._thread.join()
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def vanish(self) -> None:
+        """Leaves nothing on the disk, for a process that is about to end without closing."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     # ---- the socket's thread ----------------------------------------------------------
 
     def _serve(self) -> None:

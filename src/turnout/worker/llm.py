@@ -86,8 +86,9 @@ class LLM:
     ``model`` is a path or a store name. ``backend`` None takes the best supported one that has an
     executor. ``quantize`` (q8, q6, q5, q4, q3, auto) converts weights while they load. ``speculation`` is
     "ngram" or "draft" (with ``draft``, a model of the same vocabulary). ``adapters`` maps names to LoRA
-    directories. Methods may be called from any thread; requests of all of them share the batch.
-    Raises what ``turnout.load`` raises.
+    directories. ``mixed_tokens`` bounds the prompt tokens of a step in which others decode: more starts new
+    requests sooner and holds up running ones longer. Methods may be called from any thread; requests of all
+    of them share the batch. Raises what ``turnout.load`` raises.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class LLM:
         draft_tokens: int = 5,
         adapters: dict[str, str] | None = None,
         chunk_tokens: int | None = None,
+        mixed_tokens: int | None = None,
         max_waiting: int = 4096,
         prefix_cache: bool = True,
         on_progress: Progress | None = None,
@@ -151,6 +153,7 @@ class LLM:
                 engine={
                     "speculation": speculation,
                     "chunk_tokens": chunk_tokens,
+                    "mixed_tokens": mixed_tokens,
                     "max_waiting": max_waiting,
                     "prefix_cache": prefix_cache,
                     "draft_tokens": draft_tokens,

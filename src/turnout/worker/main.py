@@ -204,6 +204,11 @@ class Host:
             self._session = None
             gc.collect()
 
+    def vanish(self) -> None:
+        """Leaves no file behind when the process ends without closing."""
+        if self._engine is not None:
+            self._engine.vanish()
+
     def _loaded(self) -> Session:
         if self._session is None:
             raise LoadError("nothing is loaded")
@@ -269,9 +274,8 @@ def _report(error: Exception) -> dict[str, Any]:
     return {"class": "LoadError", "message": _line(error), "code": "runtime.failed", "hints": []}
 
 
-def serve(sock: socket.socket) -> None:
+def serve(sock: socket.socket, host: Host) -> None:
     """Answers calls until the parent closes its end."""
-    host = Host(lambda piece: wire.send(sock, {"event": piece}))
     while True:
         try:
             message = wire.receive(sock)
@@ -286,21 +290,23 @@ def serve(sock: socket.socket) -> None:
         wire.send(sock, answer)
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, host: Host) -> None:
     """Ends a computing worker whose parent died. (prctl's parent-death signal would fire as soon as
     the thread that started the worker ended.)"""
     while os.getppid() == parent:
         time.sleep(ORPHAN_CHECK_S)
+    host.vanish()
     os._exit(1)
 
 
 def main() -> None:
     """Entry of the worker process."""
-    threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     sock = socket.socket(fileno=int(sys.argv[1]))
+    host = Host(lambda piece: wire.send(sock, {"event": piece}))
+    threading.Thread(target=_end_with_parent, args=[os.getppid(), host], daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionError):
-        serve(sock)
+        serve(sock, host)
     # Native libraries' exit handlers crash at times; everything of ours is closed.
     sys.stdout.flush()
     sys.stderr.flush()
