@@ -56,7 +56,8 @@ def turned(x: Any, matrix: Any) -> Any:
     if matrix is None:
         return x
     block = matrix.shape[0]
-    return torch.bmm(x.reshape(x.shape[0], -1, block), matrix.expand(x.shape[0], block, block)).view(x.shape)
+    blocks = x.reshape(x.shape[0], x.shape[1] // block, block)
+    return torch.bmm(blocks, matrix.expand(x.shape[0], block, block)).view(x.shape)
 
 
 class Activations:
@@ -155,14 +156,17 @@ def embedding_class() -> Any:
     return Int8Embedding
 
 
-def quantize_linears(model: Any, dtype: Any, threads: int | None = None) -> int:
+def quantize_linears(model: Any, dtype: Any, threads: int | None = None, bits: int = 8) -> int:
     """Replaces every linear layer of ``model`` and a tied token table by 8-bit ones, as they come, and makes what is
     left ``dtype``. Returns the bytes of the weights then. The float weights are let go as it goes; ``threads``
-    layers are converted at a time (None: one per core).
+    layers are converted at a time (None: one per core). With fewer ``bits`` (3 to 6, see `lowbit`) the head and the
+    table keep 8: they are read once a token, and their errors reach the logits unmixed.
+
+    Raises ``NotSupportedError`` for fewer bits on a processor whose whole-number product is not exact.
     """
     import torch
 
-    maker = _Maker(model, dtype)
+    maker = _Maker(model, dtype, bits)
     release(model.parameters())  # a check at load read them all
     found = [
         (parent, name, child)
@@ -185,16 +189,21 @@ def quantize_linears(model: Any, dtype: Any, threads: int | None = None) -> int:
 
 
 class _Maker:
-    """Makes the 8-bit layers of one model."""
+    """Makes the layers of one model in few bits."""
 
-    def __init__(self, model: Any, dtype: Any) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: Any, dtype: Any, bits: int) -> None:
+        self.model, self.dtype, self.bits = model, dtype, bits
+        if bits < 8:
+            from turnout.quantize import lowbit
+
+            lowbit.require()
+            self.fold, self.folded = lowbit.fold, lowbit.linear_class()
         self.linear, self.embedding, self.activations = linear_class(), embedding_class(), Activations()
         self.head, self.table = model.get_output_embeddings(), model.get_input_embeddings()
         self.tied = self.head is not None and self.head.weight.data_ptr() == self.table.weight.data_ptr()
 
     def replace(self, parent: Any, name: str, child: Any) -> int:
-        """Puts the 8-bit form of a linear layer in its place; bytes of its weights."""
+        """Puts the small form of a linear layer in its place; bytes of its weights."""
         import torch
 
         weight = child.weight.data
@@ -204,13 +213,20 @@ class _Maker:
             total += rows.numel() + 4 * steps.numel()
             factor = float(getattr(self.table, "embed_scale", 1.0))
             setattr(*_place(self.model, self.table), self.embedding(rows, steps * factor, self.dtype))
-        small, scales = quantized(weight, rotation(weight.shape[1]))
+        matrix = rotation(weight.shape[1])
         bias = child.bias.data.float() if child.bias is not None else None
-        packed = torch.ops.onednn.qlinear_prepack(small, None)
-        setattr(parent, name, self.linear(packed, scales, bias, self.activations, self.dtype))
+        if self.bits < 8 and child is not self.head:
+            folded = self.fold(weight, self.bits, matrix)
+            made, held = self.folded(folded, bias, self.activations, self.dtype), folded.bytes
+        else:
+            small, scales = quantized(weight, matrix)
+            packed = torch.ops.onednn.qlinear_prepack(small, None)
+            made = self.linear(packed, scales, bias, self.activations, self.dtype)
+            held = small.numel() + 4 * scales.numel()
+        setattr(parent, name, made)
         release([weight])
         child.weight = None
-        return total + small.numel() + 4 * scales.numel()
+        return total + held
 
 
 def _place(model: Any, wanted: Any) -> tuple[Any, str]:
