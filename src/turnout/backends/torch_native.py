@@ -28,7 +28,7 @@ from turnout.types import count_of
 ALONE = 4  # slots of a session that is asked one request at a time: a running one and a few kept prefixes
 COMPUTED = "float32"  # type between quantised layers
 Prepare = Callable[[Any], Any]
-COUNTS = ("slots", "cache_tokens", "context", "threads", "step_tokens")
+COUNTS = ("slots", "cache_tokens", "context", "threads", "step_tokens", "max_adapters", "adapter_bytes")
 
 
 class TorchNativeBackend:

@@ -184,7 +184,7 @@ class AdapterSet:
             self._learning = False
         silent = [one.name for one in touched if not one.calls and not one.routed]
         if silent:
-            message = f"the model does not call {some(silent)} but reads the weights, so no adapter applies there"
+            message = f"the model never calls {some(silent)} (it may read the weight), so no adapter applies there"
             raise refused("adapter.type_unsupported", message, "merge it into its base with PEFT's merge_and_unload")
         if any(one.rows is None for one in touched):
             self._alone.add(name)

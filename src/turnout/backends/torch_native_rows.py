@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnout.backends import transformers_models as models
+from turnout.backends.torch_native_adapters import ASKED, TRIAL, AdapterLimits, AdapterSet
 from turnout.backends.torch_native_executor import context_of, weights_bytes
 from turnout.backends.torch_native_rows_probe import Learnt, Method, learn, unsupported
 from turnout.backends.torch_native_rows_state import Held, Memory, Snapshot
 from turnout.engine.executor import Capabilities, Row, Step
-from turnout.errors import InputError, LoadError, NotSupportedError, TurnoutError, UsageError
+from turnout.errors import InputError, TurnoutError, UsageError
 
 BLOCK = 16  # tokens the engine counts together; prefixes it keeps are whole blocks
 SNAPSHOT_BYTES = 256 * 2**20  # of one slot at most, where the caller states no number
@@ -40,6 +41,7 @@ class RowOptions:
 
     ``cache_tokens`` bounds the tokens over all slots, ``context`` those of one, ``step_tokens`` those of
     a step; ``snapshots`` of recurrent states are kept per slot, 0 as many as fit ``SNAPSHOT_BYTES``.
+    ``max_adapters`` and ``adapter_bytes`` bound the adapters that are loaded at once.
     """
 
     slots: int = 16
@@ -48,6 +50,8 @@ class RowOptions:
     snapshots: int = 0
     step_tokens: int = 2048
     threads: int = 0
+    max_adapters: int = 0
+    adapter_bytes: int = 0
 
 
 class RowExecutor:
@@ -64,6 +68,8 @@ class RowExecutor:
         if options.threads:
             torch.set_num_threads(options.threads)
         self._model: Any = model.eval()
+        limits = AdapterLimits.of(options.max_adapters, options.adapter_bytes)
+        self._adapters = AdapterSet(model, limits, self._try_adapter)
         self._taken = inspect.signature(model.forward).parameters
         self._pair = bool(getattr(model.config, "is_encoder_decoder", False))
         self._encoder_limit = _encoder_limit(model.config) if self._pair else 0
@@ -85,6 +91,7 @@ class RowExecutor:
             block_size=BLOCK,
             step_tokens=step_tokens,
             encoder_decoder=self._pair,
+            adapters=True,
             weights_bytes=weights_bytes(model),
             notes=(*notes, *learnt.notes),
         )
@@ -105,7 +112,10 @@ class RowExecutor:
         return logits.numpy() if logits.device.type == "cpu" else logits
 
     def encode(self, slot: int, tokens: Sequence[int]) -> None:
-        """Encoder pass; the slot must hold no tokens. Raises ``InputError`` for no or too many tokens."""
+        """Encoder pass; the slot must hold no tokens. Raises ``InputError`` for no or too many tokens.
+
+        While adapters are loaded the pass is made with the slot's first row, which says whose it is.
+        """
         import torch
 
         held = self._slot(slot)
@@ -118,6 +128,9 @@ class RowExecutor:
                 f"the encoder takes 1 to {self._encoder_limit or 'any number of'} tokens, not {len(tokens)}"
             )
         self._check_ids(tokens)
+        if len(self._adapters):
+            held.encoder = list(tokens)
+            return
         with torch.inference_mode():
             held.encoder = self._encoded(tokens)
 
@@ -158,16 +171,18 @@ class RowExecutor:
             self._slots[slot] = self._memory.empty()
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Always refuses."""
-        raise LoadError(
-            f"the adapter `{name}`: this executor computes without adapters", code="adapter.type_unsupported"
-        )
+        """Loads a LoRA, rsLoRA or DoRA directory of PEFT. Raises ``LoadError`` for one that does not fit."""
+        if self._model is None:
+            raise TurnoutError("the executor is closed", code="runtime.failed")
+        self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Nothing is loaded."""
+        """Forgets an adapter."""
+        self._adapters.unload(name)
 
     def close(self) -> None:
-        """Frees weights and slots."""
+        """Frees weights, adapters and slots."""
+        self._adapters.close()
         self._model = None
         self._slots = []
 
@@ -193,10 +208,7 @@ class RowExecutor:
             self._check_ids(row.tokens)
             if self._pair and held.encoder is None:
                 raise UsageError(f"slot {row.slot} has no encoder pass yet")
-            if row.adapter is not None:
-                raise NotSupportedError(
-                    f"the adapter `{row.adapter}`: this executor has none", code="adapter.type_unsupported"
-                )
+            self._adapters.check(row)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         least, most = min(tokens), max(tokens)
@@ -221,7 +233,10 @@ class RowExecutor:
         """Logits of one row, in pieces [n, vocabulary] that end with its last token."""
         held = self._slots[row.slot]
         try:
-            return self._advance(held, row)
+            with self._adapters.select([(row.adapter, len(row.tokens))]):
+                if isinstance(held.encoder, list):
+                    held.encoder = self._encoded(held.encoder)
+                return self._advance(held, row)
         except Exception as error:
             line = models.first_line(error)
             held.broken = line
@@ -283,6 +298,17 @@ class RowExecutor:
         return (
             output.logits[0, max(0, output.logits.shape[1] - keep) :].float() if keep else output.logits[0, :0].float()
         )
+
+    def _try_adapter(self, name: str) -> None:
+        """One small pass with an adapter, in no slot."""
+        import torch
+
+        held, tokens = self._memory.empty(), list(range(TRIAL))
+        adapted = self._adapters.select([(name, TRIAL)], [(name, ASKED)])
+        with torch.inference_mode(), models.hushed(), adapted:
+            if self._pair:
+                held.encoder = self._encoded(tokens)
+            self._forward(self._memory, held, tokens, ASKED)
 
     # ---- snapshots -------------------------------------------------------------------------
 

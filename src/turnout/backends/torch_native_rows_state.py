@@ -37,7 +37,7 @@ class Held:
     """One slot: its tokens' remains, and the lengths to which it can return.
 
     ``tokens`` are kept only where everything is computed anew each time. ``encoder`` is the encoder's
-    output of encoder-decoder models.
+    output of encoder-decoder models, or the list of its tokens while that is still to be computed.
     """
 
     length: int = 0
