@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -385,3 +386,18 @@ def test_a_fork_leaves_the_model_to_its_owner(llm: turnout.LLM) -> None:
         assert b"is a fork of it" in pipe.read()
     os.waitpid(pid, 0)
     assert llm.generate(CAPITAL, few())[0].text
+
+
+def test_a_watermark_is_found_in_its_text_alone() -> None:
+    from turnout.engine.watermark import watermark
+
+    settings = {"greenlist_ratio": 0.25, "bias": 5.0, "hashing_key": 7}
+    with turnout.LLM("smollm2", backend="llamacpp", task="text-generation", watermarks={"mine": settings}) as llm:
+        sampling = turnout.Sampling(max_tokens=80, temperature=1.0, seed=2, ignore_eos=True, watermark="mine")
+        marked = llm.generate("The railway", sampling)[0].completions[0].tokens
+        plain = llm.generate("The railway", dataclasses.replace(sampling, watermark=None))[0].completions[0].tokens
+        with pytest.raises(turnout.InputError, match="other"):
+            llm.generate("The railway", dataclasses.replace(sampling, watermark="other"))
+        mark = watermark(settings, llm.capabilities.vocab_size)
+    assert mark.detect(marked).flagged
+    assert not mark.detect(plain).flagged

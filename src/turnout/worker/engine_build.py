@@ -11,6 +11,7 @@ from turnout.engine.core import Engine, EngineConfig
 from turnout.engine.executor import Executor, ExecutorOptions, Row, Step, Vocabulary
 from turnout.engine.service import EngineService
 from turnout.engine.speculative import DraftProposer, NGramProposer, Proposer
+from turnout.engine.watermark import watermark
 from turnout.errors import InputError, NotSupportedError
 from turnout.tasks.prompting import PromptEncoder
 from turnout.worker import wire
@@ -47,7 +48,10 @@ def open_engine(
             proposer = _draft(draft, asked, vocabulary)
         elif speculation == "ngram":
             proposer = NGramProposer()
-        core = Engine(executor, vocabulary, wire.rebuild(settings, EngineConfig), proposer=proposer)
+        width = executor.capabilities.vocab_size
+        asked_marks = settings.pop("watermarks", {})
+        marks: dict[str, Any] = {name: watermark(given, width) for name, given in asked_marks.items()}
+        core = Engine(executor, vocabulary, wire.rebuild(settings, EngineConfig), proposer=proposer, watermarks=marks)
         for name, path in adapters.items():
             core.load_adapter(name, path)
         encoder = PromptEncoder(case.artifact, case.options, vocabulary)

@@ -86,7 +86,8 @@ class LLM:
     ``model`` is a path or a store name. ``backend`` None takes the best supported one that has an
     executor. ``quantize`` (q8, q6, q5, q4, q3, auto) converts weights while they load. ``speculation`` is
     "ngram" or "draft" (with ``draft``, a model of the same vocabulary). ``adapters`` maps names to LoRA
-    directories. ``mixed_tokens`` bounds the prompt tokens of a step in which others decode: more starts new
+    directories, ``watermarks`` names to settings (Transformers' ``watermarking_config``) that a request asks for by
+    ``Sampling.watermark``. ``mixed_tokens`` bounds the prompt tokens of a step in which others decode: more starts new
     requests sooner and holds up running ones longer. Methods may be called from any thread; requests of all
     of them share the batch. Raises what ``turnout.load`` raises.
     """
@@ -114,6 +115,7 @@ class LLM:
         mixed_tokens: int | None = None,
         max_waiting: int = 4096,
         prefix_cache: bool = True,
+        watermarks: dict[str, dict[str, Any]] | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         if draft is not None and speculation not in ("", "draft"):
@@ -156,6 +158,7 @@ class LLM:
                     "mixed_tokens": mixed_tokens,
                     "max_waiting": max_waiting,
                     "prefix_cache": prefix_cache,
+                    "watermarks": watermarks or {},
                     "draft_tokens": draft_tokens,
                 },
                 draft=other,
