@@ -11,10 +11,12 @@ token; then waiting ones by priority and age. While some decode, the others' pro
 step, for a whole one would hold up every stream for as long as it takes. (SmolLM2 on two busy cores: a
 prompt of 600 tokens beside one stream holds that up for 7.9 s when computed whole, for 3.9 s in parts of
 256, 2.3 s of 128, 2.5 s of 64, 0.8 s of 32; its own first token comes after 7.9, 9.8, 9.3, 12.4 and 11.9 s.
-Prompt tokens per second hardly depend on the part: 79 with 64, 51 with 1,024 of them in a step.) Priority is strict: while more important requests keep coming the others wait,
-until their deadlines if they have any. When the cache is full, the running sequence of lowest priority (the
-youngest among equals) gives its slot back and waits again; it comes back when all its tokens find room, with
-a block to spare for everyone. Pure bookkeeping: no clock, no model.
+Prompt tokens per second hardly depend on the part: 79 with 64, 51 with 1,024 of them in a step.)
+
+Priority is strict: while more important requests keep coming the others wait, until their deadlines if they
+have any. When the cache is full, the running sequence of lowest priority (the youngest among equals) gives
+its slot back and waits again; it comes back when all its tokens find room, with a block to spare for
+everyone. Pure bookkeeping: no clock, no model.
 """
 
 from __future__ import annotations
