@@ -10,7 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnout.backends.torch_native_adapters_read import CONFIG, Patterns, Stored, refused, some
@@ -21,8 +21,8 @@ BASE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size")
 @dataclass(frozen=True, slots=True)
 class Place:
     """A module without children. ``kind``: ``linear`` (nn.Linear, Conv1D, or a quantised one that stands for
-    it), ``embedding``, ``norm`` (adds its bias last), ``other``. ``inputs`` and ``outputs`` are widths; of an
-    embedding, tokens and width. ``scale`` is the factor by which a token table multiplies what it gives."""
+    it), ``embedding``, ``norm`` (adds its bias last), ``other``. ``inputs`` (0: not known) and ``outputs`` are
+    widths; of an embedding, tokens and width. ``scale`` is the factor by which a token table multiplies."""
 
     kind: str
     inputs: int = 0
@@ -69,8 +69,8 @@ def place_of(module: Any) -> Place:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
     if isinstance(module, Conv1D):
         return Place("linear", int(module.weight.shape[0]), int(module.weight.shape[1]), shapes=shapes)
-    if isinstance(module, torch.nn.Linear) or all(hasattr(module, n) for n in ("in_features", "out_features")):
-        return Place("linear", int(module.in_features), int(module.out_features), shapes=shapes)
+    if isinstance(module, torch.nn.Linear) or hasattr(module, "out_features"):
+        return Place("linear", int(getattr(module, "in_features", 0)), int(module.out_features), shapes=shapes)
     if isinstance(module, torch.nn.Embedding):
         scale = float(getattr(module, "embed_scale", 1.0))
         return Place("embedding", module.num_embeddings, module.embedding_dim, scale, shapes)
@@ -112,8 +112,7 @@ def fit(stored: Stored, model: Model) -> Fit:
     patterns, made = Patterns(stored.settings), Fit()
     _check_modules(stored, model, patterns)
     for name, roles in stored.groups.items():
-        place = model.places[name]
-        rank = patterns.rank(name)
+        place, rank = _widened(model.places[name], stored.shapes.get(roles.get("a", ""), ())), patterns.rank(name)
         _check_shapes(stored, name, roles, place, rank)
         made.modules[name] = Fitted(place, rank, patterns.scaling(name, rank), dict(roles))
     _place_others(stored, model, patterns, made)
@@ -132,6 +131,11 @@ def fit(stored: Stored, model: Model) -> Fit:
     return made
 
 
+def _widened(place: Place, shape: tuple[int, ...]) -> Place:
+    """A place of unknown width, with that of a tensor [.., inputs]; a pass at load shows whether it is right."""
+    return place if place.inputs or len(shape) != 2 else replace(place, inputs=shape[1])
+
+
 def _check_base(stored: Stored, model: Model) -> None:
     """Sizes of the named base against the model's, where the base is a directory of this machine."""
     named = stored.settings.base
@@ -141,9 +145,15 @@ def _check_base(stored: Stored, model: Model) -> None:
             theirs = json.load(stream)
     except (OSError, ValueError):
         return  # elsewhere: the tensors' shapes decide
+    if not isinstance(theirs, dict):
+        return
     own = model.model.config.get_text_config(decoder=True)
+    kinds = {theirs.get("model_type"), (theirs.get("text_config") or {}).get("model_type")} - {None}
+    if kinds and not kinds & {model.model.config.model_type, own.model_type}:
+        message = f"the adapter's base `{named}` is a {some(map(str, kinds))}, this model a `{own.model_type}`"
+        raise refused("adapter.base_mismatch", message)
     for name in BASE_FIELDS:
-        given, have = theirs.get(name) if isinstance(theirs, dict) else None, getattr(own, name, None)
+        given, have = theirs.get(name), getattr(own, name, None)
         if type(given) is int and type(have) is int and given != have:
             message = f"the adapter's base `{named}` has {name} {given}, this model {have}"
             raise refused("adapter.base_mismatch", message)

@@ -10,7 +10,7 @@ Adapters compute in float32 (float64 if they are stored so), whatever the base c
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnout.backends.torch_native_adapters_fit import Fitted, Place
@@ -77,7 +77,8 @@ def build(stored: Stored, fitted: Fitted, module: Any, forward: Any, device: Any
             raise refused("artifact.corrupt", f"`{name}` holds numbers that are not finite")
         return tensor
 
-    place, part = fitted.place, Part(lookup=fitted.place.kind == "embedding")
+    place = fitted.place
+    part = Part(lookup=place.kind == "embedding")
     if fitted.lora:
         a, b = take(fitted.lora["a"]), take(fitted.lora["b"]) * fitted.scaling
         if "b_bias" in fitted.lora:
@@ -205,7 +206,7 @@ def check_carried(stored: Stored, carried: list[tuple[str, str, str]], modules: 
     for name, attribute, tensor in carried:
         module, forward = modules(name)
         own: Any = getattr(module, attribute, None)
-        place = places[name]
+        place = places[name] if places[name].inputs else replace(places[name], inputs=stored.shapes[tensor][-1])
         exact = torch.is_tensor(own) and own.is_floating_point() and tuple(own.shape) == stored.shapes[tensor]
         if not exact and not (attribute == "weight" and place.kind in ("linear", "embedding")):
             message = f"`{tensor}` would change `{name}`, which the adapter does not target"
