@@ -27,7 +27,7 @@ class Capabilities:
     cache_tokens: int  # tokens over all slots at most
     block_size: int = 16  # tokens the engine counts together
     step_tokens: int = 2048  # tokens of one step at most
-    mixed_tokens: int = 64  # prompt tokens worth computing beside sequences that decode; they wait for them
+    mixed_tokens: int = 128  # prompt tokens worth computing beside sequences that decode; they wait for them
     shares_prefix: bool = True  # copy_prefix works
     rolls_back: bool = True  # roll_back to any length, or to what `retained` answers
     encoder_decoder: bool = False  # `encode` must be called before a slot's first step
