@@ -5,6 +5,8 @@ Adapters are made by PEFT; the references are PEFT's unmerged and merged models.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ from tests.engine.test_families import Numbers
 from tests.shapes import families, ggufs
 
 from turnout.backends.torch_native import executor_for
-from turnout.backends.torch_native_adapters import AdapterSet
+from turnout.backends.torch_native_adapters import AdapterSet, merging
 from turnout.backends.torch_native_executor import TorchOptions
 from turnout.backends.torch_native_rows import RowExecutor, RowOptions
 from turnout.engine.core import Engine, EngineConfig
 from turnout.engine.executor import Row, Step
-from turnout.errors import InputError, LoadError
+from turnout.errors import InputError, LoadError, TurnoutError
 from turnout.quantize.int8 import available, quantize_linears
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -125,17 +127,14 @@ def test_merged_weights_say_the_same(case: str) -> None:
     family, settings = CASES[case]
     wrapped = made.adapted(families.model(family), **settings)
     folder, unmerged = made.saved(wrapped), made.logits(wrapped, PROMPT)
-    model = families.model(family)
-    adapters = AdapterSet(model)
-    adapters.load("mine", str(folder))
-    adapters.merge("mine")
+    model = merging(str(folder))(families.model(family))
     assert apart(made.logits(model, PROMPT), unmerged) < 1e-4
     executor = opened(model)
     assert apart(all_logits(executor, 0, PROMPT, None), unmerged) < 1e-4
     if case != "dora-table":  # PEFT merges into a tied head what it does not apply to it before
         assert apart(made.logits(wrapped.merge_and_unload(), PROMPT), unmerged) < 1e-4
-    with pytest.raises(LoadError, match="`mine` is merged"):
-        adapters.load("other", str(folder))
+    with pytest.raises(LoadError, match="is merged into the weights"):
+        executor.load_adapter("other", str(folder))
 
 
 def test_encoders_have_the_adapter_too() -> None:
@@ -317,6 +316,19 @@ def test_closing_gives_the_model_its_own_forward_back() -> None:
         executor.load_adapter("mine", str(made.of("llama", "plain")[1]))
         executor.close()
         assert torch.equal(made.logits(model, PROMPT), before)
+
+
+def test_a_closed_executor_holds_neither_model_nor_adapters() -> None:
+    model = families.model("llama")
+    gone = weakref.ref(model)
+    executor = opened(model)
+    executor.load_adapter("mine", str(made.of("llama", "dora")[1]))
+    executor.close()
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(TurnoutError, match="closed"):
+        executor.load_adapter("mine", str(made.of("llama", "dora")[1]))
 
 
 # ---- llama.cpp -------------------------------------------------------------------------------

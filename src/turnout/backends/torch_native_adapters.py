@@ -26,6 +26,7 @@ from turnout.errors import InputError, LoadError, MemoryAdmissionError, TurnoutE
 
 TRIAL, ASKED = 7, 2  # tokens of the pass at load, and those whose logits are asked
 MAX_ADAPTERS, MAX_BYTES = 64, 2 * 2**30
+MERGED = "_turnout_merged_adapter"  # attribute of a model whose weights hold an adapter
 Span = tuple[str, int, int]  # adapter, first row, row behind the last
 
 
@@ -65,12 +66,12 @@ class AdapterSet:
     def __init__(
         self, model: Any, limits: AdapterLimits = AdapterLimits(), trial: Callable[[str], Any] | None = None
     ) -> None:
-        self._model = Model(model)
+        self._model: Any = Model(model)
         self.limits, self._trial = limits, trial
         self._wrapped: dict[str, Wrapped] = {}
         self._bytes: dict[str, int] = {}
         self._alone: set[str] = set()
-        self._merged, self._learning = "", False
+        self._learning = False
         self.active: Selection | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -91,8 +92,9 @@ class AdapterSet:
         ``adapter.type_unsupported`` ...), ``MemoryAdmissionError`` beyond the limits; nothing is left then."""
         if name in self._bytes:
             raise InputError(f"an adapter `{name}` is loaded already", hints=["unload it first"])
-        if self._merged:
-            message = f"the adapter `{self._merged}` is merged into the weights; others do not fit them any more"
+        merged = getattr(self._model.model, MERGED, "")
+        if merged:
+            message = f"the adapter `{merged}` is merged into the weights; others do not fit them any more"
             raise refused("adapter.base_mismatch", message)
         stored = read(path)
         self._admit(name, stored)
@@ -123,9 +125,10 @@ class AdapterSet:
                 del self._wrapped[place]
 
     def close(self) -> None:
-        """Forgets all; the model is as it was."""
+        """Forgets all, and the model, which is as it was."""
         for name in list(self._bytes):
             self.unload(name)
+        self._model = None
 
     def merge(self, name: str) -> None:
         """Folds the only adapter into the float weights: every request then has it, by no name, at no cost. Raises
@@ -138,7 +141,7 @@ class AdapterSet:
         self.unload(name)
         for part, module, place in held:
             merge(part, module, place)
-        self._merged = name
+        setattr(self._model.model, MERGED, name)
 
     def _admit(self, name: str, stored: Stored) -> None:
         limits, size = self.limits, sum(4 * math.prod(shape) for shape in stored.shapes.values())
@@ -229,6 +232,19 @@ class AdapterSet:
 
     def __exit__(self, *_: object) -> None:
         self.active = None
+
+
+def merging(path: str) -> Callable[[Any], Any]:
+    """What merges one adapter into a model's float weights before it is used: the ``prepare`` of the backend's
+    ``executor``, so that quantisation comes after it. Raises ``LoadError`` as ``AdapterSet.load`` does."""
+
+    def prepare(model: Any) -> Any:
+        adapters = AdapterSet(model)
+        adapters.load(path, path)
+        adapters.merge(path)
+        return model
+
+    return prepare
 
 
 class Wrapped:
