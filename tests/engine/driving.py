@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.engine.tiny import TinyExecutor, TinyVocabulary
+
 from turnout.engine.core import Engine, EngineConfig
 from turnout.engine.request import Event, Finish, GenerationRequest, Usage
 from turnout.types import Sampling

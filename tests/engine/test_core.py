@@ -8,9 +8,9 @@ import re
 
 import numpy as np
 import pytest
-
 from tests.engine.driving import drive, engine, request
 from tests.engine.tiny import EOS, TinyExecutor, TinyVocabulary
+
 from turnout.engine import processors
 from turnout.engine.core import Engine
 from turnout.engine.request import Finish, GenerationRequest

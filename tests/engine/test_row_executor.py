@@ -257,7 +257,7 @@ def test_wrong_calls_are_named_and_change_nothing() -> None:
         executor.roll_back(0, 19)
     with pytest.raises(TurnoutError, match="has no encoder"):
         executor.encode(0, [5])
-    with pytest.raises(TurnoutError, match="without adapters"):
+    with pytest.raises(TurnoutError, match="no adapter directory"):
         executor.load_adapter("a", "nowhere")
     assert executor.retained(0, 20) == 20
     executor.free(0), executor.free(0)

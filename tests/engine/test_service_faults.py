@@ -131,8 +131,14 @@ def test_a_sink_may_close_the_engine_and_everyone_is_told() -> None:
         heard.put(event)
 
     listener = Listener()
+    gate, waits = threading.Event(), threading.Event()
+    holding = threading.Thread(target=lambda: service.call(lambda: (waits.set(), gate.wait(WAIT_S))))
+    holding.start()
+    assert waits.wait(WAIT_S)  # nothing is computed before both are in
     service.submit(request("a", [3], 200, ignore_eos=True), closes)
     service.submit(request("b", [4], 200, ignore_eos=True), listener)
+    gate.set()
+    holding.join(WAIT_S)
     assert listener.answer().finish in (Finish.CANCELLED, Finish.ERROR)
     while not heard.get(timeout=WAIT_S).done:
         pass

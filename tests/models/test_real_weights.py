@@ -53,7 +53,12 @@ MODELS = [
             "openvino-genai": (IF, "quantization.unsupported", "Q4_1"),
         },
     ),
-    Model("smollm2", "chat", {"llamacpp": 1, "transformers": 1, "openvino-genai": 1}, options=DEQUANTIZE),
+    Model(
+        "smollm2",
+        "chat",
+        {"llamacpp": 1, "torch-native": 1, "transformers": 1, "openvino-genai": 1},
+        options=DEQUANTIZE,
+    ),
     Model(
         "gemma3-270m",
         "text-generation",
@@ -118,7 +123,7 @@ def test_judged_and_executed(model: Model, judge: Judge) -> None:
 # ---- what they answer --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["llamacpp", "transformers", "openvino-genai"])
+@pytest.mark.parametrize("backend", ["llamacpp", "torch-native", "transformers", "openvino-genai"])
 def test_smollm2_knows_the_capital(backend: str) -> None:
     options = {} if backend == "llamacpp" else DEQUANTIZE
     with turnout.load("smollm2", task="chat", backend=backend, options=options) as session:
@@ -129,10 +134,12 @@ def test_smollm2_knows_the_capital(backend: str) -> None:
 
 def test_smollm2_as_a_directory(smollm2_hf: Path, judge: Judge) -> None:
     report = check(str(smollm2_hf), "chat", execute=True, judge=judge)
-    assert running(report) == {"transformers": 1}
-    with turnout.load(str(smollm2_hf), task="chat") as session:
-        assert session.binding.tied and not session.binding.unresolved
-        assert "Paris" in session.run(QUESTION, turnout.Sampling(max_tokens=24)).output.text
+    assert running(report) == {"torch-native": 1, "openvino-native": 1, "transformers": 1}
+    for backend in running(report):
+        with turnout.load(str(smollm2_hf), task="chat", backend=backend) as session:
+            assert not session.binding.unresolved
+            assert session.binding.tied or backend == "openvino-native"
+            assert "Paris" in session.run(QUESTION, turnout.Sampling(max_tokens=24)).output.text
 
 
 def cosines(path: str, backend: str, reference: np.ndarray, **options: Any) -> np.ndarray:

@@ -26,6 +26,7 @@ from turnout.quantize.int8 import quantize_linears
 from turnout.types import count_of
 
 ALONE = 4  # slots of a session that is asked one request at a time: a running one and a few kept prefixes
+WIDTHS = {"auto": 8, "q8": 8, "q6": 6, "q5": 5, "q4": 4, "q3": 3}  # bits of weights by the name of a scheme
 COMPUTED = "float32"  # type between quantised layers
 Prepare = Callable[[Any], Any]
 COUNTS = ("slots", "cache_tokens", "context", "threads", "step_tokens", "max_adapters", "adapter_bytes")
@@ -35,7 +36,7 @@ class TorchNativeBackend:
     """Transformers directories and GGUF files expanded to floats, for tasks that generate text."""
 
     name = "torch-native"
-    quantizes = frozenset({"q8", "auto"})
+    quantizes = frozenset(WIDTHS)
     reads = frozenset({ArtifactKind.TRANSFORMERS, ArtifactKind.GGUF})
     tasks = models.GENERATING
 
@@ -151,9 +152,10 @@ def _loaded(plan: LoadPlan, options: TorchOptions, prepare: Prepare | None) -> A
         options = dataclasses.replace(options, kv_dtype="bfloat16")  # half the bytes to read in every step
     executor = executor_for(model, options)
     if scheme:  # after the executor's own check, which compares the float model with the library's attention
-        held = quantize_linears(model, models.torch_dtype(COMPUTED))
+        bits = WIDTHS[str(scheme)]
+        held = quantize_linears(model, models.torch_dtype(COMPUTED), bits=bits)
         executor.capabilities = dataclasses.replace(executor.capabilities, weights_bytes=held)
-        plan.dtype = f"int8 weights and activations, {COMPUTED}"
+        plan.dtype = f"int{bits} weights, int8 activations, {COMPUTED}"
     executor.binding = report
     return executor
 

@@ -4,10 +4,9 @@ A code ``c`` of b bits and a whole multiplier ``m`` of its group (32 inputs of a
 whole number ``m * c``, which fits 8 bits: ``|m| <= 127 / 2^(b-1)``. With one float step per output channel
 that is a number of steps between 2^(b-1) and 127 for each group, without a float per group: 4.25 bits a weight
 for b = 4. A layer unfolds its weight for every product, so that every number of tokens takes the same exact
-sums: what a token gives depends on no other token. The price is time. Measured on one core with AVX-512, a
-million 4-bit weights: 0.11 to 0.17 ms to unfold, 0.05 ms (1 token) to 1.6 ms (512 tokens) to multiply, so
-that one stream decodes at about a third of the speed of q8 and long prompts at nearly all of it.
-PyTorch's weight-only 4-bit product takes 0.07 ms for one token, but 15.8 ms for 512, and rounds to bf16.
+sums: what a token gives depends on no other token. The price is time: one stream decodes at about half the speed
+of q8, long prompts at nearly all of it (docs/benchmarks/quantization.md). PyTorch's weight-only 4-bit product is
+four times faster for one token, five times slower for 512, and rounds to bf16.
 """
 
 from __future__ import annotations
