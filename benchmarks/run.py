@@ -166,12 +166,11 @@ def watched(held: Held) -> Iterator[list[float]]:
 
 
 def measure(held: dict[str, Held], table: list[Line], rounds: int, limit_s: float, foreign: float) -> None:
-    """Fills the lines' results until each has ``rounds`` quiet rounds or the time is over."""
-    started = time.perf_counter()
+    """Fills the lines' results until each has ``rounds`` quiet rounds or its share of the time is over."""
     for line in table:
-        number = 0
+        started, number = time.perf_counter(), 0
         while min((len(line.results.get(s, [])) for s in line.systems), default=rounds) < rounds:
-            if time.perf_counter() - started > limit_s:
+            if time.perf_counter() - started > limit_s / len(table):
                 print(f"  {line.title}: time is over after {number} rounds", flush=True)
                 break
             values, noisy = {}, False
@@ -197,9 +196,6 @@ def measure(held: dict[str, Held], table: list[Line], rounds: int, limit_s: floa
 def systems(models: Path) -> dict[str, Held]:
     """Ours and the peers, as far as they are installed."""
     hf, q8, q4 = str(models / "qwen3"), str(models / "q8_0.gguf"), str(models / "q4_0.gguf")
-    cached = (
-        sorted((cache_dir() / "openvino").glob("*/openvino_model.xml")) if (cache_dir() / "openvino").is_dir() else []
-    )
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [
         ("turnout llama.cpp Q8_0", "turnout", q8, {"backend": "llamacpp"}),
         ("turnout torch q8", "turnout", hf, {"backend": "torch-native", "quantize": "q8"}),
@@ -218,7 +214,9 @@ def systems(models: Path) -> dict[str, Held]:
         one = hold(label, name, model, **settings)
         if one is not None:
             held[label] = one
-    for graph in cached[-1:]:
+    # The newest graph is the one that our executor has just written from the same directory.
+    graphs = sorted((cache_dir() / "openvino").glob("*/openvino_model.xml"), key=lambda path: path.stat().st_mtime)
+    for graph in [path for path in graphs if not path.parent.name.startswith("genai-")][-1:]:
         one = hold("OpenVINO GenAI int8", "openvino-genai", str(genai_folder(graph.parent, Path(hf))))
         if one is not None:
             held["OpenVINO GenAI int8"] = one
