@@ -39,6 +39,25 @@ def measure(*arguments: str) -> dict[str, float]:
     return min(runs, key=lambda run: run["cpu"])
 
 
+# A fixed piece of work, and the CPU seconds it took on the quiet machine on which the limits were set. One and
+# the same program was seen to take 0.26 and 0.31 s there within hours: a busy host is no slower code.
+WORK = """
+import json, resource
+text = json.dumps({str(i): {"dtype": "BF16", "shape": [8192, i], "data_offsets": [i, i + 1]} for i in range(4000)})
+for _ in range(12):
+    json.loads(text)
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(usage.ru_utime + usage.ru_stime)
+"""
+QUIET_S = 0.08
+
+
+def slowness() -> float:
+    """How much slower this machine is at the moment than the one the limits are for; at least 1."""
+    runs = [subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, timeout=60) for _ in range(5)]
+    return max(1.0, min(float(run.stdout) for run in runs) / QUIET_S)
+
+
 def llama_70b(directory: Path) -> Path:
     """A directory of the shape of Llama-3-70B in bfloat16: real headers and index, sparse files."""
     tensors = {
@@ -100,14 +119,14 @@ def llama_70b(directory: Path) -> Path:
 def test_help_costs_little_and_imports_nothing_heavy() -> None:
     run = measure("--help")
     assert run["code"] == 0 and run["heavy"] == []
-    assert run["cpu"] < 0.2
+    assert run["cpu"] < 0.2 * slowness()
 
 
 def test_a_70b_package_is_inspected_from_its_headers(tmp_path: Path) -> None:
     directory = llama_70b(tmp_path / "llama-70b")
     run = measure("inspect", str(directory), "--json")
     assert run["code"] == 0 and run["heavy"] == []
-    assert run["cpu"] < 0.3
+    assert run["cpu"] < 0.3 * slowness()
     assert run["mib"] < 100
     from turnout.package.inspect import inspect
 
@@ -122,7 +141,7 @@ def test_a_gguf_of_262144_tokens_is_inspected_in_half_a_second() -> None:
     path = resolve("gemma3-270m").path
     run = measure("inspect", str(path), "--json")
     assert run["code"] == 0 and run["heavy"] == []
-    assert run["cpu"] < 0.5
+    assert run["cpu"] < 0.5 * slowness()
     from turnout.package.inspect import inspect
 
     artifact = inspect(path).artifacts[0]
