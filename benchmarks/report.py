@@ -33,7 +33,7 @@ def table(found: dict[str, Any]) -> str:
     for line in found["lines"]:
         results = {k: v for k, v in line["results"].items() if v}
         if not results:
-            text += [f"## {line['title']}", "", "No quiet round.", ""]
+            text += [f"## {line['title']}", "", "No counted round: noisy, or the time was over.", ""]
             continue
         peers = {k: v for k, v in results.items() if not k.startswith(OURS)}
         best = max(peers, key=lambda k: statistics.median(peers[k]), default=None)
