@@ -390,3 +390,11 @@ def test_a_watermark_is_found_in_its_text_alone() -> None:
         mark = watermark(settings, llm.capabilities.vocab_size)
     assert mark.detect(marked).flagged
     assert not mark.detect(plain).flagged
+
+
+def test_a_session_takes_what_only_the_engine_knows() -> None:
+    with turnout.load("smollm2", task="chat", backend="llamacpp") as session:
+        asked = {"messages": [{"role": "user", "content": "Give me a number."}]}
+        grammar = turnout.Sampling(max_tokens=20, grammar=turnout.Grammar("regex", "[0-9]{3}"))
+        assert session.run(asked, grammar).output.text.isdigit()
+        assert session.run(asked, turnout.Sampling(max_tokens=3)).output.text

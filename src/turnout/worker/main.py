@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from turnout.worker.engine_host import EngineHost
 
 ORPHAN_CHECK_S = 1.0
+ALONE = 4  # slots of an engine that is asked one request at a time
 
 
 class Host:
@@ -49,6 +50,7 @@ class Host:
         self._emit = emit
         self._session: Session | None = None
         self._engine: EngineHost | None = None
+        self._alone: Session | None = None  # the session's case under the engine
         self._backend = ""
         self._package: tuple[str, Package] | None = None
 
@@ -141,7 +143,9 @@ class Host:
         """Output of one request on the loaded session."""
         session = self._loaded()
         typed: Request = wire.rebuild(request, Request)
-        _check_sampling(typed.sampling, getattr(session, "honours", BASIC_SAMPLING), self._backend)
+        ignored = _ignored(typed.sampling, getattr(session, "honours", BASIC_SAMPLING))
+        if ignored:
+            session = self._through_engine(session, ignored)
         started = time.perf_counter()
         first: list[float] = []
 
@@ -156,6 +160,24 @@ class Host:
         if first:
             timings["first_token_s"] = first[0]
         return {"output": output, "timings": timings}
+
+    def _through_engine(self, session: Session, ignored: list[str]) -> Session:
+        """The loaded case under the generation engine, which knows every parameter, from the first request on
+        that needs it. Raises ``InputError`` where the backend has no executor."""
+        chosen: Any = registry.get(self._backend)
+        if not hasattr(chosen, "executor"):
+            raise InputError(
+                f"`{self._backend}` runs this model without the generation engine and knows no {', '.join(ignored)}",
+                hints=["docs/engine.md names the backends that the engine drives"],
+            )
+        if self._alone is None:
+            from turnout.engine.core import Engine
+            from turnout.engine.session import EngineSession
+
+            plan = session.plan
+            engine = Engine(chosen.executor(plan, {"slots": ALONE}), chosen.vocabulary(plan))
+            self._alone = EngineSession(plan, engine, session.binding, session.dtype)
+        return self._alone
 
     def open_engine(
         self,
@@ -199,6 +221,9 @@ class Host:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -215,18 +240,13 @@ class Host:
         return self._session
 
 
-def _check_sampling(sampling: Sampling, honours: frozenset[str], backend: str) -> None:
-    """Raises ``InputError`` for parameters that the session would ignore."""
-    ignored = [
+def _ignored(sampling: Sampling, honours: frozenset[str]) -> list[str]:
+    """Parameters that a session would ignore."""
+    return [
         field.name
         for field in fields(Sampling)
         if field.name not in honours and getattr(sampling, field.name) != field.default
     ]
-    if ignored:
-        raise InputError(
-            f"`{backend}` runs this model without the generation engine and knows no {', '.join(ignored)}",
-            hints=["`turnout backends` shows which backends the engine drives"],
-        )
 
 
 def _guard(ask: Callable[[], list[Requirement]]) -> list[Requirement]:
