@@ -16,9 +16,6 @@ from typing import Any
 from turnout.engine.request import Event, Finish, GenerationRequest
 from turnout.errors import (
     InputError,
-    LoadError,
-    NotSupportedError,
-    OverloadedError,
     TurnoutError,
     WorkerError,
 )
@@ -27,7 +24,6 @@ from turnout.worker.engine_bell import MAX_CALL, Bell
 
 POLL_MS = 200
 RETRY_MS = 10  # while the engine does not read
-ERRORS = {c.__name__: c for c in (InputError, LoadError, NotSupportedError, OverloadedError, WorkerError)}
 REOPEN = "open the model again (`turnout.LLM(...)`); a worker that ended does not come back by itself"
 Sink = Callable[[Event], None]
 
@@ -223,7 +219,7 @@ class EngineClient:
             if future is not None:
                 with suppress(InvalidStateError):  # cancelled by whoever waited
                     if "error" in message:
-                        future.set_exception(_rebuild(message["error"]))
+                        future.set_exception(wire.rebuild_error(message["error"]))
                     else:
                         future.set_result(message["result"])
         return str(message.get("closed", ""))
@@ -245,7 +241,3 @@ class EngineClient:
                 future.set_exception(WorkerError(why, hints=[REOPEN]))
         for id, sink in sinks:
             self._tell(sink, Event(id, finish=Finish.ERROR, error=why, code="runtime.failed", done=True))
-
-
-def _rebuild(value: dict[str, Any]) -> TurnoutError:
-    return ERRORS.get(value["class"], TurnoutError)(value["message"], code=value["code"], hints=value["hints"])

@@ -162,7 +162,9 @@ class EngineHost:
             try:
                 data = wire.encode(message)
             except Exception as error:
-                data = wire.encode({"call": message.get("call"), "error": _error(TurnoutError(f"no answer: {error}"))})
+                data = wire.encode(
+                    {"call": message.get("call"), "error": wire.error_message(TurnoutError(f"no answer: {error}"))}
+                )
             self._send(client, data, entry, done)
 
     def _receive(self) -> None:
@@ -261,7 +263,9 @@ class EngineHost:
                 self._cancel(entry)
             return
         if not self._waiting.acquire(blocking=False):
-            self._post(client, {"call": number, "error": _error(OverloadedError(f"{WAITING} calls wait already"))})
+            self._post(
+                client, {"call": number, "error": wire.error_message(OverloadedError(f"{WAITING} calls wait already"))}
+            )
             return
         try:
             if op == "submit":  # now, so that a cancellation that follows finds it
@@ -270,14 +274,14 @@ class EngineHost:
         except Exception as error:
             self._waiting.release()
             refused = error if isinstance(error, TurnoutError) else WorkerError("the engine is closing")
-            self._post(client, {"call": number, "error": _error(refused)})
+            self._post(client, {"call": number, "error": wire.error_message(refused)})
             return
         future.add_done_callback(lambda done: self._answered(client, number, done.cancelled()))
 
     def _answered(self, client: bytes, number: Any, cancelled: bool) -> None:
         self._waiting.release()
         if cancelled:
-            self._post(client, {"call": number, "error": _error(WorkerError("the engine is closing"))})
+            self._post(client, {"call": number, "error": wire.error_message(WorkerError("the engine is closing"))})
 
     def _enter(self, client: bytes, request: Any) -> _Entry:
         id = request.get("id") if isinstance(request, dict) else None
@@ -296,11 +300,11 @@ class EngineHost:
                 raise InputError(f"unknown operation `{op}`")
             reply: dict[str, Any] = {"call": number, "result": work(client, **arguments)}
         except TurnoutError as error:
-            reply = {"call": number, "error": _error(error)}
+            reply = {"call": number, "error": wire.error_message(error)}
         except (msgspec.ValidationError, TypeError, KeyError, AttributeError) as error:
-            reply = {"call": number, "error": _error(InputError(f"malformed `{op}`: {error}"))}
+            reply = {"call": number, "error": wire.error_message(InputError(f"malformed `{op}`: {error}"))}
         except Exception as error:  # every call is answered
-            reply = {"call": number, "error": _error(TurnoutError(f"{type(error).__name__}: {error}"))}
+            reply = {"call": number, "error": wire.error_message(TurnoutError(f"{type(error).__name__}: {error}"))}
         self._post(client, reply)
 
     def _op_submit(self, client: bytes, request: Any, entry: _Entry, task: str = "", inputs: Any = None) -> int:
@@ -362,7 +366,3 @@ def _too_slow(event: Event) -> Event:
     return Event(
         event.id, event.index, finish=Finish.ERROR, error=why, code="runtime.overloaded", usage=event.usage, done=True
     )
-
-
-def _error(error: TurnoutError) -> dict[str, Any]:
-    return {"class": type(error).__name__, "message": error.message, "code": error.code, "hints": list(error.hints)}

@@ -285,7 +285,7 @@ def _line(error: BaseException) -> str:
 
 def _report(error: Exception) -> dict[str, Any]:
     if isinstance(error, TurnoutError):
-        return {"class": type(error).__name__, "message": error.message, "code": error.code, "hints": list(error.hints)}
+        return wire.error_message(error)
     if isinstance(error, MemoryError):
         return {"class": "WorkerError", "message": "out of memory", "code": "memory.insufficient", "hints": []}
     import traceback

@@ -16,10 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from turnout.config import WORKER
-from turnout.errors import InputError, LoadError, NotSupportedError, OverloadedError, TurnoutError, WorkerError
+from turnout.errors import TurnoutError, WorkerError
 from turnout.worker import wire
 
-ERRORS = {cls.__name__: cls for cls in (InputError, LoadError, NotSupportedError, OverloadedError, WorkerError)}
 TICK_S = 0.1
 
 
@@ -119,7 +118,7 @@ class Worker:
                 if on_event is not None:
                     self._hand_on(message["event"], on_event)
             elif "error" in message:
-                raise _rebuild_error(message["error"])
+                raise wire.rebuild_error(message["error"])
             else:
                 return message["result"]
 
@@ -236,8 +235,3 @@ def _describe_exit(code: int | None) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit status {code}"
-
-
-def _rebuild_error(value: dict[str, Any]) -> TurnoutError:
-    cls = ERRORS.get(value["class"], TurnoutError)
-    return cls(value["message"], code=value["code"], hints=value["hints"])

@@ -13,6 +13,9 @@ from typing import Any
 
 import msgspec
 
+from turnout.errors import InputError, LoadError, NotSupportedError, OverloadedError, TurnoutError, WorkerError
+
+ERRORS = {cls.__name__: cls for cls in (InputError, LoadError, NotSupportedError, OverloadedError, WorkerError)}
 ARRAY = 1
 LENGTH = struct.Struct("<Q")
 MAX_MESSAGE = 8 << 30
@@ -61,6 +64,17 @@ def decode(data: bytes) -> Any:
 def rebuild(value: Any, wanted: Any) -> Any:
     """``value`` (plain containers) as an instance of the dataclass or generic ``wanted``."""
     return msgspec.convert(value, wanted, strict=False)
+
+
+def error_message(error: TurnoutError) -> dict[str, Any]:
+    """An error as plain data."""
+    return {"class": type(error).__name__, "message": error.message, "code": error.code, "hints": list(error.hints)}
+
+
+def rebuild_error(value: dict[str, Any]) -> TurnoutError:
+    """The error that ``error_message`` described, of its own class where that crosses processes."""
+    cls = ERRORS.get(value["class"], TurnoutError)
+    return cls(value["message"], code=value["code"], hints=value["hints"])
 
 
 def send(sock: socket.socket, message: Any) -> None:
