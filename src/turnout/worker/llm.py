@@ -139,6 +139,8 @@ class LLM:
             if draft is not None:
                 drafts = self._choose(draft, task, None, backend or verdict.backend, device, {}, on_progress)
                 other = {"backend": drafts[2].backend, "case": case_message(drafts[0], drafts[1])}
+            if on_progress:
+                on_progress(f"loading {case.artifact.id} on {verdict.backend}")
             answer = self._worker.call(
                 "open_engine",
                 timeout=WORKER.load_s,
