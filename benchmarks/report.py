@@ -11,12 +11,12 @@ from xml.sax.saxutils import escape
 OURS = "turnout"
 
 
-def write(found: dict[str, Any], folder: Path) -> None:
-    """Writes speed.json, speed.md and speed.svg into ``folder``."""
+def write(found: dict[str, Any], folder: Path, name: str) -> None:
+    """Writes ``name``.json, .md and .svg into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "speed.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "speed.md").write_text(table(found))
-    (folder / "speed.svg").write_text(plot(found))
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(table(found))
+    (folder / f"{name}.svg").write_text(plot(found))
 
 
 def table(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``make bench``: ours and the peers in turns; writes docs/benchmarks/speed.{json,md,svg}.
+"""``make bench``: ours and the peers in turns; writes docs/benchmarks/speed.{json,md,svg} (``--name``).
 
 Every system is a process of its own that stays loaded; in each round every system is asked once, in turns,
 so that a slow moment of the machine falls on all. While one computes, the CPU time of everything else on the
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -81,10 +82,17 @@ def log_path(label: str) -> Path:
     return cache_dir() / "bench" / f"{label.replace(' ', '-').replace('/', '-')}.log"
 
 
+def graphs(scheme: str) -> Path:
+    """Cache directory of the system that converts weights by ``scheme``."""
+    return cache_dir() / "bench" / scheme
+
+
 def hold(label: str, name: str, model: str, **settings: Any) -> Held | None:
     """Starts a system; None, with its reason printed, when it cannot be had here."""
     log_path(label).parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    if "quantize" in settings:  # the graphs that it writes are a peer's model too
+        environment["TURNOUT_CACHE"] = str(graphs(settings["quantize"]))
     with open(log_path(label), "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.systems", name, model, json.dumps(settings)],
@@ -193,8 +201,8 @@ def measure(held: dict[str, Held], table: list[Line], rounds: int, limit_s: floa
         )
 
 
-def systems(models: Path) -> dict[str, Held]:
-    """Ours and the peers, as far as they are installed."""
+def systems(models: Path, without: str = "$^") -> dict[str, Held]:
+    """Ours and the peers, as far as they are installed and their labels do not match ``without``."""
     hf, q8, q4 = str(models / "qwen3"), str(models / "q8_0.gguf"), str(models / "q4_0.gguf")
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [
         ("turnout llama.cpp Q8_0", "turnout", q8, {"backend": "llamacpp"}),
@@ -203,6 +211,7 @@ def systems(models: Path) -> dict[str, Held]:
         ("llama-server (xllamacpp) Q8_0", "xllamacpp", q8, {}),
         ("llama.cpp native loop Q8_0", "llama.cpp", q8, {}),
         ("turnout llama.cpp Q4_0, 4 bit", "turnout", q4, {"backend": "llamacpp"}),
+        ("turnout openvino q4, 4 bit", "turnout", hf, {"backend": "openvino-native", "quantize": "q4"}),
         ("llama-server (xllamacpp) Q4_0, 4 bit", "xllamacpp", q4, {}),
         ("llama.cpp native loop Q4_0, 4 bit", "llama.cpp", q4, {}),
     ]
@@ -211,15 +220,19 @@ def systems(models: Path) -> dict[str, Held]:
             settings |= {"slots": 16, "cache_tokens": 8192, "context": 4096, "prefix_cache": False}
     held = {}
     for label, name, model, settings in wanted:
+        if re.search(without, label):
+            continue
         one = hold(label, name, model, **settings)
         if one is not None:
             held[label] = one
-    # The newest graph is the one that our executor has just written from the same directory.
-    graphs = sorted((cache_dir() / "openvino").glob("*/openvino_model.xml"), key=lambda path: path.stat().st_mtime)
-    for graph in [path for path in graphs if not path.parent.name.startswith("genai-")][-1:]:
-        one = hold("OpenVINO GenAI int8", "openvino-genai", str(genai_folder(graph.parent, Path(hf))))
-        if one is not None:
-            held["OpenVINO GenAI int8"] = one
+    for scheme, label in (("q8", "OpenVINO GenAI int8"), ("q4", "OpenVINO GenAI int4, 4 bit")):
+        written = graphs(scheme).glob("openvino/*/openvino_model.xml")
+        for graph in [path for path in written if not path.parent.name.startswith("genai-")][:1]:
+            if re.search(without, label):
+                continue
+            one = hold(label, "openvino-genai", str(genai_folder(graph.parent, Path(hf))))
+            if one is not None:
+                held[label] = one
     return held
 
 
@@ -270,6 +283,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--foreign", type=float, default=FOREIGN, help="share of the cores others may take in a round")
     parser.add_argument("--short", action="store_true", help="shorter jobs of the same kind")
+    parser.add_argument("--only", default="", help="lines whose titles match this regular expression")
+    parser.add_argument("--without", default="$^", help="leave out systems whose labels match this")
+    parser.add_argument("--name", default="speed", help="first name of the reports")
     parser.add_argument("--models", type=Path, default=cache_dir() / "bench")
     asked = parser.parse_args()
     print("==> the model, in every format", flush=True)
@@ -278,9 +294,9 @@ def main() -> None:
         shape.gguf(asked.models / f"{kind.lower()}.gguf", kind)
     before = os.getloadavg()[0]
     print("==> systems", flush=True)
-    held = systems(asked.models)
+    held = systems(asked.models, asked.without)
     print("==> rounds", flush=True)
-    table = lines(list(held), not asked.short)
+    table = [x for x in lines(list(held), not asked.short) if re.search(asked.only, x.title)]
     try:
         measure(held, table, asked.rounds, asked.minutes * 60, asked.foreign)
         found = report(table, held, " ".join(["python -m benchmarks.run", *sys.argv[1:]]), (before, os.getloadavg()[0]))
@@ -291,8 +307,8 @@ def main() -> None:
             one.process.wait(30)
     from benchmarks.report import write
 
-    write(found, REPORT)
-    print(f"==> {REPORT}/speed.md", flush=True)
+    write(found, REPORT, asked.name)
+    print(f"==> {REPORT}/{asked.name}.md", flush=True)
 
 
 if __name__ == "__main__":

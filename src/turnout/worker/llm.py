@@ -139,8 +139,6 @@ class LLM:
             if draft is not None:
                 drafts = self._choose(draft, task, None, backend or verdict.backend, device, {}, on_progress)
                 other = {"backend": drafts[2].backend, "case": case_message(drafts[0], drafts[1])}
-            if on_progress:
-                on_progress(f"loading {case.artifact.id} on {verdict.backend}")
             answer = self._worker.call(
                 "open_engine",
                 timeout=WORKER.load_s,
@@ -197,6 +195,7 @@ class LLM:
             if on_progress:
                 judge.progress = on_progress
             case, verdict, why = first_supported(judge, package, wanted, artifact, names, device, options)
+            judge.progress(f"loading {case.artifact.id} on {verdict.backend}")
             return package, case, verdict, why, judge.ledger.digest(package, case.artifact)
 
     def __enter__(self) -> LLM:

@@ -175,7 +175,8 @@ class Host:
             from turnout.engine.session import EngineSession
 
             plan = session.plan
-            engine = Engine(chosen.executor(plan, {"slots": ALONE}), chosen.vocabulary(plan))
+            vocabulary = chosen.vocabulary(plan)  # first: when it fails there is no executor to free
+            engine = Engine(chosen.executor(plan, {"slots": ALONE}), vocabulary)
             self._alone = EngineSession(plan, engine, session.binding, session.dtype)
         return self._alone
 
